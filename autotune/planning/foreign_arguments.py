@@ -1,14 +1,16 @@
 """Reads a training from the arguments of a command in a shell script, which is not executed."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import is_file, load_yaml, read_user_text
+from autotune.planning.foreign_file import SHELL
 from autotune.planning.foreign_python import read_program
 from autotune.planning.program_arguments import Command
 from autotune.report.values.check import SWIFT
@@ -39,12 +41,24 @@ _SHARING = re.compile(
     r"--((?:use[-_](?:fsdp|deepspeed)|fsdp[-_]|deepspeed[-_]|zero[-_]?3|zero[-_]stage|offload[-_])"
     r"[\w-]*)"
 )
-# A variable of the shell, a line that sets one, and the names that a line sets
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_SET = re.compile(r"(?:export\s+)?(\w+)=('[^'$]*'|\"[^\"$`]*\"|[^\s'\"$`;&|()]*)\s*(?:#.*)?;?")
+# A variable of the shell, as in $X, ${X}, ${X:-4}, ${X:=4} and ${X:+--flag}
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)([-=+])([^{}]*))?\})")
+# A line that sets a variable, and the names that a line sets
+_SET = re.compile(
+    r"(?:export\s+)?(\w+)(\+?)="
+    r"('[^'$]*'|\"[^\"$`]*\"|[^\s'\"$`;&|()]*|\([^$`()]*\))\s*(?:#.*)?;?"
+)
+# An array, which may have several lines, and a use of all its words
+_ARRAY = re.compile(r"(?<=[^$\s]=\()[^()]*(?=\))")
+_WORDS_OF = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
+# A word of a command that is a variable, and the words that the script itself gets
+_WHOLE = re.compile(r"\$\{?(\w+)(\[[@*]\])?\}?")
+_OWN_WORDS = re.compile(r"\$\{?[@*](?::\d+)?\}?")
 _SETS = re.compile(r"(?:^|[\s;&(])(?:export\s+|read\s+|for\s+)?(\w+)(?=\+?=|\s+in\s)")
+_DEPTH = 4  # variables inside the defaults of variables
 # A computation with whole numbers, as in $(expr 16 / 4) and $((16 / 4))
-_COMPUTED = re.compile(r"\$\((?:expr\s+|\()([-+*/\\\d\s]{1,99})\)?\)")
+_COMPUTED = re.compile(r"\$\((?:expr\s+|\()([-+*/\\\w\s]{1,99})\)?\)")
+_UNKNOWN = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)")
 _PREFIX = re.compile(r"(?:^|\s)(\w+)=([^\s'\"$]+)(?=\s)")
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
 
@@ -57,15 +71,22 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
     the script starts no training.
     """
     text = read_user_text(path).replace("\\\n", " ")
+    text = _ARRAY.sub(lambda words: re.sub(r"(?:^|\s+)#.*|\s+", " ", words[0]), text)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    variables = _variables(lines)
-    lines = [_VARIABLE.sub(partial(_substituted, variables), line) for line in lines]
-    lines = [_COMPUTED.sub(_computed, line) for line in lines]
+    shell = _shell(lines)
+    values, ignored = _training(path, list(map(shell.expand, lines)), shell)
+    if shell.assumed:
+        values[SHELL] = ", ".join(f"{name}={value}" for name, value in shell.assumed.items())
+    return values, ignored
+
+
+def _training(path: Path, lines: list[str], shell: "_Shell") -> tuple[dict[str, Any], str]:
+    """Return what `read_script` returns, from lines that the shell expanded."""
     for line in lines:
         command = _COMMAND.search(line)
         if command is None:
             continue
-        values = _arguments(_words(path, line[command.end() :]))
+        values = _arguments(shell.words(path, line[command.end() :]))
         launcher = line[: command.start()]
         _add_launcher(values, launcher, path)
         if command["objective"]:
@@ -82,8 +103,8 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
         started = _PROGRAM.search(line)
         if started and is_file(program := path.parent / started[1]):
             start = Command(
-                words=_words(path, line[started.end() :]),
-                environment=variables | _environment(line[: started.start(1)]),
+                words=shell.words(path, line[started.end() :]),
+                environment=shell.known() | _environment(line[: started.start(1)]),
             )
             values, ignored = read_program(program, start)
             _add_launcher(values, line[: started.start(1)], path)
@@ -148,27 +169,107 @@ def _processes(launcher: str) -> int | str | None:
 def _words(path: Path, text: str) -> list[str]:
     """Return the words of a command, up to its end."""
     try:
-        words = shlex.split(text)
+        # A computation whose value is unknown stays one word.
+        words = shlex.split(_UNKNOWN.sub(lambda part: re.sub(r"\s", "", part[0]), text))
     except ValueError as error:
         raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
     ends = (at for at, word in enumerate(words) if word in _ENDS or word.startswith("#"))
     return words[: next(ends, None)]
 
 
-def _variables(lines: list[str]) -> dict[str, str]:
-    """Return the variables that a script sets once, to a value that no other part of it changes."""
-    found: dict[str, str | None] = {}
+@dataclass(frozen=True, slots=True)
+class _Shell:
+    """The variables of a script.
+
+    `given` has the variables that the script sets, with None for a value that is unknown.
+    `assumed` collects the variables with a value that the script only has by default, or that the
+    shell's environment has.
+    """
+
+    given: dict[str, str | None] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
+
+    def known(self) -> dict[str, str]:
+        """Return the variables that the script sets to a known value."""
+        return {name: value for name, value in self.given.items() if value is not None}
+
+    def expand(self, line: str) -> str:
+        """Return the line with known values instead of variables and of computations."""
+        line = _WORDS_OF.sub(lambda use: self.known().get(use[1], use[0]), line)
+        for _ in range(_DEPTH):
+            line = _VARIABLE.sub(self._value, line)
+        return _COMPUTED.sub(self._computed, line)
+
+    def words(self, path: Path, text: str) -> list[str]:
+        """Return the words of a command, up to its end.
+
+        A variable that is neither set nor the value of an option is no word, as in the shell.
+        Raises UsageError if its words are unknown.
+        """
+        found: list[str] = []
+        for word in _words(path, text):
+            use = _WHOLE.fullmatch(word)
+            is_value = found and found[-1].startswith("-") and "=" not in found[-1]
+            if use and (use[2] or not is_value):
+                if use[1] in self.given:
+                    raise UsageError(
+                        f"{path}: the script is not executed, so the words of {word} are unknown",
+                        remedy="write the words themselves into the command",
+                    )
+                self.assumed[use[1]] = ""
+            elif not _OWN_WORDS.fullmatch(word):
+                found.append(word)
+        return found
+
+    def _computed(self, match: re.Match[str]) -> str:
+        """Return the value of a computation, or its own text if it has an unknown value."""
+        names = re.compile(r"[A-Za-z_]\w*")
+        return _COMPUTED.sub(
+            _computed, names.sub(lambda name: self.known().get(name[0], name[0]), match[0])
+        )
+
+    def _value(self, use: re.Match[str]) -> str:
+        """Return the value that the shell uses for a variable, or its own text if unknown."""
+        plain, braced, colon, sign, other = use.groups()
+        name = plain or braced
+        value = self.given.get(name, os.environ.get(name))
+        if name in self.given and value is None:
+            return use[0]
+        is_set = value is not None and (value != "" or not colon)
+        if sign == "+":
+            return str(other) if is_set else ""
+        if not is_set:
+            if sign is None:
+                return use[0]
+            value = other
+        if name not in self.given:
+            self.assumed[name] = str(value)
+        if sign == "=":
+            self.given[name] = value
+        return str(value)
+
+
+def _shell(lines: list[str]) -> _Shell:
+    """Return the variables that a script sets.
+
+    A value is known if the script sets the variable once, and no other part of it changes it
+    except by adding to it.
+    """
+    shell = _Shell()
     for line in lines:
+        whole = _SET.fullmatch(shell.expand(line))
         for name in _SETS.findall(line):
-            whole = _SET.fullmatch(line)
-            is_known = whole is not None and whole[1] == name and name not in found
-            found[name] = whole[2].strip("'\"") if is_known and whole else None
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _substituted(variables: Mapping[str, str], use: re.Match[str]) -> str:
-    """Return the value of a variable of the shell, or its own text if the value is unknown."""
-    return variables.get(use[1] or use[2], use[0])
+            is_known = (
+                whole is not None and whole[1] == name and bool(whole[2]) == (name in shell.given)
+            )
+            before = shell.given.get(name, "")
+            value = whole[3] if is_known and whole and before is not None else None
+            if value is not None and value.startswith("("):
+                value = f" {value[1:-1]}"
+            elif value is not None:
+                value = value.strip("'\"")
+            shell.given[name] = None if value is None else f"{before}{value}"
+    return shell
 
 
 def _computed(match: re.Match[str]) -> str:
@@ -223,5 +324,5 @@ def refuse_variables(values: Mapping[str, Any]) -> None:
         if "$" in str(value):
             raise UsageError(
                 f"{key}: the script is not executed, so the value of {value} is unknown",
-                remedy="write the value itself",
+                remedy="write the value itself, or set the variable where you run this check",
             )

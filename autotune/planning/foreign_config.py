@@ -29,7 +29,7 @@ from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
 from autotune.planning.foreign_arguments import SCRIPTS, read_script, refuse_variables
 from autotune.planning.foreign_evaluation import evaluation_of
-from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, File, Refused, quote, table
+from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, SHELL, File, Refused, quote, table
 from autotune.planning.foreign_knobs import PACKED_EXPERTS, WITHOUT_LIGER, knobs_of
 from autotune.planning.foreign_objective import REMEDY, WHOLE_LOGITS, objective_of, whole_number
 from autotune.planning.foreign_python import PROGRAMS, read_program
@@ -480,6 +480,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
     file.note(file.has(ASSUMED), "assumed_arguments", names=file.values.get(ASSUMED))
+    file.note(file.has(SHELL), "shell_variables", values=file.values.get(SHELL))
 
     # If a key is both in one of these mappings and at the top level, the tools use the mapping's
     # value.

@@ -12,6 +12,8 @@ MAX_KNOB = 2**24  # the largest value of a knob that TrainConfig accepts
 MAX_COUNT = 10**15
 # A key that no file has: the arguments of a program whose defaults are assumed
 ASSUMED = "assumed arguments"
+# A key that no file has: the variables of the shell that a script does not set itself
+SHELL = "shell variables"
 # "auto" counts as true: the tool switches the feature on if the GPU supports it, as recent GPUs do.
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.planning.foreign_arguments import refuse_variables
-from autotune.planning.foreign_file import quote
+from autotune.planning.foreign_file import SHELL, quote
 from autotune.report.values.check import SWIFT
 
 OWN_LOSS = "a loss of ms-swift"  # a key that no file has
@@ -37,12 +37,13 @@ def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         if value is not None and (key in keys or key not in table["without_effect"])
     }
     given.pop(SWIFT, None)
+    shell = {SHELL: given.pop(SHELL)} if SHELL in given else {}
     refuse_variables(given)
     if "tuner_type" in given:
         given["train_type"] = given.pop("tuner_type")
     complete = table["defaults"] | of_objective["defaults"] | given
     complete.setdefault("gradient_accumulation_steps", _accumulation(complete))
-    translated: dict[str, Any] = {"objective": objective, SWIFT: True}
+    translated: dict[str, Any] = {"objective": objective, SWIFT: True} | shell
     unread = []
     for key, value in complete.items():
         if key in table["values"]:

@@ -88,7 +88,10 @@ class Arguments:
             name in keywords_of(one) for one in self.calls if name_of(one.func) == "set_defaults"
         ):
             return None
-        return self._given(option) or self._default(option, name)
+        given = self._given(option)
+        if given is None and not self.command.flags().keys() & set(_options(option)):
+            return self._default(option, name)
+        return given
 
     def unused(self) -> list[str]:
         """Return the options of the command that the program does not know."""

@@ -250,3 +250,57 @@ if __name__ == "__main__":
     assert (four.accumulation, four.num_gpus) == (4, 4)
     with pytest.raises(UsageError, match="the model is chosen when"):
         program(tmp_path, text)
+
+
+SCRIPTS_OF_VARIABLES = {
+    "defaults": "BATCH_OF=${BATCH_OF:-4}\n"
+    'python train.py --batch_size "${BATCH_OF}" --max-length 256',
+    "set if unset": ": ${BATCH_OF:=4}\npython train.py --batch_size $BATCH_OF --max-length 256",
+    "defaults in defaults": "python train.py --batch_size ${A_OF:-${B_OF:-4}} --max-length 256",
+    "computed": "N=8\npython train.py --batch_size $((N / 2)) --max-length $((N * 32))",
+    "an array": "ARGS=(\n  --batch_size 4  # small\n)\nARGS+=(--max-length 256)\n"
+    'python train.py "${ARGS[@]}" "$@"',
+    "added words": 'ARGS="--batch_size 4"\nARGS+=" --max-length 256"\n'
+    "python train.py $ARGS $EXTRA_OF",
+    "only with a value": "python train.py --batch_size 4 ${OTHER_OF:+--batch_size 8} "
+    "--max-length 256",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS_OF_VARIABLES.values(), ids=SCRIPTS_OF_VARIABLES)
+def test_variables_of_the_shell_are_followed(tmp_path: Path, script: str) -> None:
+    config = program(tmp_path, ARGPARSE.replace("EPOCHS", "1"), script).config
+    assert (config.micro_batch_size, config.seq_len) == (4, 256)
+
+
+def test_the_environment_replaces_defaults_and_both_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCH_OF", "2")
+    script = (
+        "BATCH_OF=${BATCH_OF:-4}\npython train.py --batch_size $BATCH_OF --max-length ${LEN_OF-64}"
+    )
+    found = program(tmp_path, ARGPARSE.replace("EPOCHS", "1"), script)
+    assert (found.config.micro_batch_size, found.config.seq_len) == (2, 64)
+    assert any("values of this environment: BATCH_OF=2, LEN_OF=64" in one for one in found.notes)
+
+    swift = 'swift sft --model Qwen/Qwen2.5-7B --dataset a --max_length "${LEN_OF:-128}"'
+    found = program(tmp_path, "", swift)
+    assert found.config.seq_len == 128 and "LEN_OF" not in found.ignored
+    assert any("this environment: LEN_OF=128" in one for one in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("if true; then\n  A='--batch_size 8'\nfi\npython train.py $A", r"the words of \$A are"),
+        ('A=(--bf16)\nif true; then\n A+=(--bf16)\nfi\npython train.py "${A[@]}"', "the words of"),
+        ("python train.py --batch_size $((8 / $(nproc)))", "per_device_train_batch_size is comp"),
+        ("python train.py --batch_size 2 3", "per_device_train_batch_size is computed"),
+    ],
+)
+def test_unknown_words_are_refused_instead_of_left_out(
+    tmp_path: Path, script: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        program(tmp_path, ARGPARSE.replace("EPOCHS", "1"), script)
