@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.core.errors import StorageError
+from autotune.core.errors import Cancelled, StorageError
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
@@ -64,7 +64,7 @@ def verify(
     No other process may use the device. `form` is one of FORMATS, by default the format of the
     probed trainer. The run evaluates at the start and at the end, and then saves adapters, because
     full runs can also fail in an evaluation or a save. The log of the run is in `out`, the study's
-    directory.
+    directory. A run that is stopped says what its steps took so far.
 
     Raises:
         Cancelled: `should_stop` returned true.
@@ -88,19 +88,23 @@ def verify(
     length = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
     say(f"running the exported {prediction.file} for {length}: {config.label()}")
     with scratch_folder(out / ".verify") as folder:
+        allowed_s = _allowed_s(recipe, prediction, steps)
+        reporter = _StepReporter(folder / STEPS, steps, step_s, say, allowed_s)
         run = partial(
             run_exported,
             folder,
             log=out / "logs" / "verify.log",
             limit_s=time_limit_s(steps, step_s),
             should_stop=should_stop,
-            while_running=_StepReporter(
-                folder / STEPS, steps, step_s, say, _allowed_s(recipe, prediction, steps)
-            ).report,
+            while_running=reporter.report,
         )
         lengths = straining_lengths(recipe.workload.longest_row_config(config)) if soak else None
         run_format = _run_trl if form == "trl" else _run_train
-        result = run_format(recipe, folder, steps, lengths, run)
+        try:
+            result = run_format(recipe, folder, steps, lengths, run)
+        except Cancelled:
+            reporter.stopped()
+            raise
 
     # Correct the predicted step time, which is for the full run. The mean row length of this short
     # run is different. In addition, a larger share of its micro batches has a row length that is
@@ -215,6 +219,7 @@ class _StepReporter:
         self._done = 0
         self._first: tuple[int, float] | None = None  # steps and time at the first line
         self._untimed_s: float | None = None  # the seconds until the end of the first step
+        self._timed_s = 0.0  # the seconds of the later steps
         self._report_at = time.monotonic() + FIRST_S
 
     def report(self) -> None:
@@ -231,6 +236,15 @@ class _StepReporter:
         for line in lines:
             self._compare(line)
 
+    def stopped(self) -> None:
+        """Say what the steps took, if a stop request ends the run after some timed steps."""
+        if self._done > 1 and self._timed_s:
+            step_s = self._timed_s / (self._done - 1)
+            self._say(
+                f"verifying: stopped after step {self._done} of {self._steps}. A step took "
+                f"{fmt_seconds(step_s)}, {step_s / self._step_s:.2f} times the predicted time"
+            )
+
     def _progress(self, now: float) -> str:
         if not self._done:
             return "loading the model; no step has ended yet"
@@ -245,7 +259,8 @@ class _StepReporter:
         trained_s = line.get("seconds", 0.0) - line.get("paused", 0.0)
         if self._untimed_s is None:
             self._untimed_s = trained_s
-        if trained_s - self._untimed_s > self._allowed_s:
+        self._timed_s = trained_s - self._untimed_s
+        if self._timed_s > self._allowed_s:
             self._allowed_s = math.inf
             self._say(
                 f"verifying: the run is slower than predicted. This is certain after {self._done} "

@@ -266,6 +266,24 @@ def test_a_run_that_has_no_step_yet_reports_that_it_loads(
     assert said == ["verifying: loading the model; no step has ended yet"] * 2
 
 
+def test_a_stopped_run_says_what_its_steps_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, which also compiles, does not count."""
+    said: list[str] = []
+    steps = Steps(tmp_path / "steps", monkeypatch, 15.0)
+    reporter = verify._StepReporter(steps.file, 20, 3.0, said.append)
+    steps.end(reporter)
+    reporter.stopped()
+    assert not any("stopped" in text for text in said)
+    for _ in range(4):
+        steps.end(reporter)
+    reporter.stopped()
+    assert said[-1] == (
+        "verifying: stopped after step 5 of 20. A step took 15 s, 5.00 times the predicted time"
+    )
+
+
 def test_a_verdict_is_reported_as_soon_as_it_is_certain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
