@@ -541,20 +541,14 @@ class _Training:
             if keyword.arg:
                 given[keyword.arg] = keyword.value
                 continue
-            match self.program.resolve(keyword.value):
-                case ast.Dict(keys=keys, values=values) if all(
-                    isinstance(key, ast.Constant) for key in keys
-                ):
-                    names = [key.value for key in keys if isinstance(key, ast.Constant)]
-                    given |= dict(zip(map(str, names), values, strict=True))
-                case ast.Call(func=ast.Name(id="dict")) as made if not made.args:
-                    given |= self._keywords(made)
-                case _:
-                    raise self.program.error(
-                        call,
-                        f"{name_of(call.func)} gets arguments by **, which are unknown",
-                        "write the arguments themselves",
-                    )
+            try:
+                given |= self.program.items(keyword.value)
+            except UNKNOWN:
+                raise self.program.error(
+                    call,
+                    f"{name_of(call.func)} gets arguments by **, which are unknown",
+                    "write the arguments themselves",
+                ) from None
         return given | changed
 
     def _text(self, node: ast.expr | None) -> str:

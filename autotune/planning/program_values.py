@@ -13,7 +13,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,14 @@ class Program:
             for node in ast.walk(tree)
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
         ]
-        # Dictionaries and lists that the program changes
-        self._altered = {name for node in ast.walk(tree) if (name := _altered(node))}
+        # Dictionaries and lists that the program changes in a way that is not followed
+        followed = {
+            getattr(node, "targets", [getattr(node, "value", None)])[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.stmt) and any(_changed(node))
+        }
+        nodes = (node for node in ast.walk(tree) if node not in followed)
+        self._altered = {name for node in nodes if (name := _altered(node))}
         self.functions: dict[str, list[_Function]] = {}
         self.classes: dict[str, list[ast.ClassDef]] = {}
         self._made_by: dict[ast.stmt, str] = {}  # the class of each `__init__`
@@ -240,9 +246,25 @@ class Program:
             match statement:
                 case ast.Assign(targets=[ast.Attribute() as target], value=value):
                     self._stores.append((target, value if certain else None, conditions))
-            for name, assigned in assignments_of(statement):
+            changed = self._follow(statement, scope)
+            for name, assigned in changed or assignments_of(statement):
                 known = assigned if certain else None
                 self._assignments.append(_Assignment(name, known, line, scope, conditions))
+
+    def _follow(self, statement: ast.stmt, scope: tuple[int, float]) -> list[tuple[str, ast.expr]]:
+        """Return the dictionary that a statement changes, and its value after the change.
+
+        If other lines make the dictionary, such as those that call a function, its value is unknown
+        everywhere.
+        """
+        changed = list(_changed(statement))
+        for name, _ in changed:
+            if not any(
+                one.name == name and one.scope == scope and one.line >= scope[0]
+                for one in self._assignments
+            ):
+                self._altered.add(name)
+        return changed
 
     def _given(self, function: _Function) -> dict[str, ast.expr]:
         """Return the arguments of a function that have the same known value in all calls."""
@@ -422,13 +444,30 @@ class Program:
                 case ast.Tuple(elts=items) | ast.List(elts=items) if isinstance(wanted, int):
                     starred = any(isinstance(item, ast.Starred) for item in items)
                     return None if starred else items[wanted]
-                case ast.Dict(keys=keys, values=values):
-                    names = [self.value(_known(one)) for one in keys]
-                    part: ast.expr = dict(zip(names, values, strict=True))[wanted]
-                    return part
+                case ast.Dict():
+                    return self.items(whole)[wanted]
         except UNKNOWN:
             pass
         return None
+
+    def items(self, node: ast.expr) -> dict[Any, ast.expr]:
+        """Return a dictionary's values by key. Raises one of UNKNOWN if they are unknown."""
+        found: dict[Any, ast.expr] = {}
+        match self.resolve(node):
+            case ast.Dict(keys=keys, values=values):
+                for key, value in zip(keys, values, strict=True):
+                    found |= self.items(value) if key is None else {self.value(key): value}
+            case ast.Call(func=ast.Name(id="dict"), args=args, keywords=keywords):
+                for one in args:
+                    found |= self.items(one)
+                for keyword in keywords:
+                    value = keyword.value
+                    found |= {keyword.arg: value} if keyword.arg else self.items(value)
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                found = self.items(left) | self.items(right)
+            case _:
+                raise LookupError
+        return found
 
     def _assigned(self, name: ast.Name) -> ast.expr | None:
         """Return the value of a name where it is used, or None if it is unknown."""
@@ -469,9 +508,8 @@ class Program:
                 return value
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return [self.value(item) for item in items]
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return {self.value(_known(key)): self.value(value) for key, value in pairs}
+            case ast.Dict() | ast.Call(func=ast.Name(id="dict")):
+                return {key: self.value(one) for key, one in self.items(found).items()}
             case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
                 return dtype
             case ast.Attribute(value=ast.Name(id="sys"), attr="argv") if not self._is_notebook:
@@ -542,6 +580,24 @@ def _is_alike(name: str, value: ast.expr, others: list[dict[str, ast.expr]]) -> 
     return isinstance(value, ast.Constant) and same == {ast.dump(value)}
 
 
+def _changed(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the name of a dictionary that a statement changes, with its value after the change."""
+    match statement:
+        case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name), slice=key)], value=value):
+            after: ast.expr = ast.Dict([None, key], [ast.Name(name, ast.Load()), value])
+        case ast.Expr(
+            value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update")) as call
+        ):
+            before = ast.Name(name, ast.Load())
+            made = ast.Name("dict", ast.Load())
+            after = ast.Call(made, [before, *call.args], call.keywords)
+        case ast.AugAssign(target=ast.Name(id=name), op=ast.BitOr(), value=value):
+            after = ast.BinOp(ast.Name(name, ast.Load()), ast.BitOr(), value)
+        case _:
+            return
+    yield name, ast.fix_missing_locations(ast.copy_location(after, statement))
+
+
 def _altered(node: ast.AST) -> str:
     """Return the name of the dictionary or list that an expression changes, or ""."""
     match node:
@@ -550,12 +606,6 @@ def _altered(node: ast.AST) -> str:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=change)):
             return name if change in _CHANGES else ""
     return ""
-
-
-def _known(node: ast.expr | None) -> ast.expr:
-    if node is None:  # the key of `**others` in a dictionary
-        raise LookupError
-    return node
 
 
 def _inner(statement: ast.stmt) -> list[ast.stmt]:

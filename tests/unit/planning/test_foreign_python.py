@@ -269,10 +269,36 @@ def test_the_settings_in_a_class_are_read(tmp_path: Path, made: str, length: int
 
 
 def test_a_dictionary_that_the_program_changes_is_unknown(tmp_path: Path) -> None:
-    for change in ("sizes['length'] = 8", "sizes.update(length=8)", "del sizes['length']"):
+    for change in (
+        "del sizes['length']",
+        "sizes.pop('length')",
+        "for size in (8, 16):\n    sizes['length'] = size",
+        "if large():\n    sizes['length'] = 8",
+        "def change():\n    sizes['length'] = 8\nchange()",
+        "def change(sizes):\n    sizes.update(length=8)\nchange(sizes)",
+    ):
         before = f"sizes = {{'length': 64}}\n{change}"
         with pytest.raises(UsageError, match="max_length is computed"):
             program(tmp_path, sft("max_length=sizes['length']", before=before))
+        with pytest.raises(UsageError, match=r"SFTConfig gets arguments by \*\*"):
+            program(tmp_path, sft("**sizes", before=before))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "sizes = {'max_length': 64}\nsizes['max_length'] = 8",
+        "sizes = dict(max_length=64)\nsizes.update(max_length=8)",
+        "sizes = {'bf16': True}\nsizes.update({'max_length': 8})",
+        "sizes = {'max_length': 64}\nsizes |= {'max_length': 8}",
+        "common = dict(max_length=64)\nsizes = {**common, 'max_length': 8}",
+        "common = dict(max_length=64)\nsizes = dict(common, max_length=8)",
+        "common = dict(max_length=64)\nsizes = common | {'max_length': 8}",
+        "short = True\nsizes = {}\nif short:\n    sizes['max_length'] = 8",
+    ],
+)
+def test_changes_of_a_dictionary_are_followed(tmp_path: Path, before: str) -> None:
+    assert program(tmp_path, sft("**sizes", before=before)).config.seq_len == 8
 
 
 @pytest.mark.parametrize(
