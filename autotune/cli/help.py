@@ -32,6 +32,8 @@ GROUPS = {
     "Reference": ("gpus", "models", "prices", "spaces", "suites", "schema"),
 }
 
+# Names of an option that mean the same in all commands, of which each command documents one
+SPELLINGS = {"methods": "method"}
 # A command with more options shows them in panels.
 FEW_OPTIONS = 20
 # The panels, with the names of parameters. The first panel has the options that are used most.
@@ -66,7 +68,15 @@ PANELS = {
 
 
 class PanelCommand(TyperCommand):
-    """A command whose --help shows many options in panels."""
+    """A command whose --help shows many options in panels.
+
+    An option may also be given by a spelling that another command has (SPELLINGS).
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments of a command line."""
+        ctx.token_normalize_func = lambda name: SPELLINGS.get(name, name)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels. Arguments, and options that belong to no panel, come first."""

@@ -68,6 +68,8 @@ def _other_way(error: Any, option: str, words: Sequence[str]) -> str | None:
     if option == "--dry-run":
         return "`autotune plan` estimates memory, speed and cost without a probe"
     name = option.removeprefix("--").replace("-", "_")
+    if name in ("method", "methods"):
+        return f"give --space {_value([option], words) or 'NAME'} (lora, qlora or full)"
     if name not in getattr(error.ctx.command.callback, "rare", ()):
         return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
+from autotune.catalog.own_devices import split_names
 from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
 from autotune.core.files import document
 from autotune.core.installed import is_installed
@@ -470,7 +471,8 @@ def find_longest(
 ) -> tuple[Longest, list[LongestRow]]:
     """Return the query (a `Longest`), and the longest row of each method.
 
-    With `probe`, rows are verified on this machine's GPU if possible. Raises UsageError for an
+    An entry of `methods` may hold several names with commas between them. With `probe`, rows are
+    verified on this machine's GPU if possible. Raises UsageError for an
     unknown method, knob or card, and any error that a probe raises.
     """
     target = _target_here(gpu) if probe and is_installed("torch") else None
@@ -489,6 +491,7 @@ def find_longest(
         knobs=dict(knobs or {}),
     )
 
+    methods = list(dict.fromkeys(name for text in methods for name in split_names(text)))
     for name in PINNED_APART.keys() & query.knobs.keys():
         raise UsageError(
             f"--set {name} is not possible", remedy=f"use {PINNED_APART[name]} instead"

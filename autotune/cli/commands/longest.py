@@ -36,7 +36,8 @@ def longest(
     ],
     gpu: Gpu = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="full, lora or qlora; repeatable. [all three]")
+        list[str] | None,
+        typer.Option(help="full, lora or qlora, with commas or repeated. [all three]"),
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     set_: Annotated[

@@ -145,6 +145,10 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("plan", "--gpu", "a10", "--model", "demo-3m", "--slack=0.1"),
         ("autotune plan has no option '--slack'", "give --set slack=0.1"),
     ),
+    "a method of plan": (
+        ("plan", "--method", "qlora", "--gpu", "t4"),
+        ("autotune plan has no option '--method'", "give --space qlora (lora, qlora or full)"),
+    ),
     "a setting that plan does not read": (
         ("plan", "--gpu", "a10", "--model", "demo-3m", "--set", "seed=3"),
         ("--set seed: this command does not read seed", "`autotune run`"),

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from autotune.cli import app, help
 from autotune.cli.study_options import ALL
+from autotune.core.errors import UsageError
 from autotune.problem.study_spec import OPTIONS, RARE, ROLLOUTS, StudySpec
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +84,19 @@ def test_a_bare_autotune_says_where_to_start(monkeypatch: pytest.MonkeyPatch) ->
     assert output(*plan)
     assert spec_of(monkeypatch, trial).gpu == "cpu"
     assert spec_of(monkeypatch, search).examples == 10_000
+
+
+def test_another_commands_spelling_of_an_option_works_but_is_not_shown() -> None:
+    for command, gpus, shown, hidden in (
+        ("compare", "--gpus", "--methods", "--method"),
+        ("longest", "--gpu", "--method", "--methods"),
+    ):
+        names = options_of(output(command, "--help"))
+        assert shown in names and hidden not in names
+        for option in (shown, hidden):
+            words = [command, "--model", "qwen2.5-0.5b", gpus, "t4", option, "lora,nothing"]
+            error = CliRunner().invoke(app.app, words).exception
+            assert isinstance(error, UsageError) and "'nothing'" in str(error), option
 
 
 def test_run_shows_its_options_in_panels() -> None:

@@ -355,6 +355,7 @@ def test_the_command_prints_a_table_or_json(
     ("methods", "knobs", "expected"),
     [
         (["qloar"], {}, "did you mean 'qlora'"),
+        (["lora, qloar"], {}, "did you mean 'qlora'"),
         (["lora"], {"tile": 1}, "no setting 'tile'; did you mean 'tiling'"),
         (["lora"], {"loss": "no"}, "loss"),
         (["lora"], {"lora_dropout": 0.1}, "not computed in tiles"),
