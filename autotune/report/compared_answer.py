@@ -53,20 +53,22 @@ def group_answer(
     elif advice and advice.chosen:
         card = group.card(advice.chosen.name.removeprefix(OWN))
         verdict = f"trains {name} within {comparison.budget}"
-        reason = "it is the cheapest within the budget"
+        reason = f"it is the cheapest within the budget{_cheaper_guesses(group, card)}"
         if advice.breaks:
             reason += f"; the upper end of its range breaks it: {', '.join(advice.breaks)}"
     elif card := group.cheapest:
         verdict = f"trains {name} cheapest"
-        reason = f"it is the cheapest of {_fitting(group)}"
+        reason = f"it is {_best_of_fitting(group, 'cheapest')}{_cheaper_guesses(group, card)}"
         reason += _no_clear_difference(group.rivals(card, usd_interval))
     elif card := group.fastest:
         verdict = f"trains {name} fastest"
-        reason = f"it is the fastest of {_fitting(group)}, and {NO_PRICE}"
+        reason = f"it is {_best_of_fitting(group, 'fastest')}, and {NO_PRICE}"
         reason += _no_clear_difference(group.rivals(card, speed_interval))
     else:
         return _unfit_answer(group, name)
 
+    if advice and not advice.chosen:
+        verdict += f", but not within {comparison.budget}"
     best = card.best if card else None
     if card is None or card.plan is None or best is None:
         return _unfit_answer(group, name)
@@ -81,19 +83,36 @@ def group_answer(
     )
 
 
-def _fitting(group: Group) -> str:
-    """Return the number of cards that the run surely fits, and the number of all cards."""
+def _best_of_fitting(group: Group, best: str) -> str:
+    """Return 'the cheapest of the 2 GPUs that surely fit (3 compared)'."""
     fitting = sum(card.best is not None for card in group.cards)
-    return f"the {fitting} GPUs that surely fit ({len(group.cards)} compared)"
+    compared = f"({len(group.cards)} compared)"
+    if fitting == 1:
+        return f"the only GPU that surely fits {compared}"
+    return f"the {best} of the {fitting} GPUs that surely fit {compared}"
+
+
+def _cheaper_guesses(group: Group, card: ComparedCard | None) -> str:
+    """Name the cards that are left out, although they look cheaper, because their speed is a guess.
+
+    `Group.cheapest` says when.
+    """
+    if card is None or card.usd is None or card.is_guess:
+        return ""
+    cheaper = [one for one in group.cards if one.is_guess and one.usd is not None]
+    names = [one.device.name for one in cheaper if (one.usd or 0.0) < card.usd]
+    return f", without {_few(names)}, whose speed is only a guess" if names else ""
 
 
 def _no_clear_difference(rivals: Sequence[str]) -> str:
     """Say that the intervals of these cards overlap the best card's interval; name only a few."""
-    if not rivals:
-        return ""
-    few = ", ".join(rivals[:FEW_RIVALS])
-    more = f" and {len(rivals) - FEW_RIVALS} more" if len(rivals) > FEW_RIVALS else ""
-    return f"; no clear difference from {few}{more}"
+    return f"; no clear difference from {_few(rivals)}" if rivals else ""
+
+
+def _few(names: Sequence[str]) -> str:
+    few = ", ".join(names[:FEW_RIVALS])
+    more = f" and {len(names) - FEW_RIVALS} more" if len(names) > FEW_RIVALS else ""
+    return f"{few}{more}"
 
 
 def _unfit_answer(group: Group, name: str) -> Answer:

@@ -374,7 +374,8 @@ class Comparison(ShownAsTable):
     def advice(self, group: Group) -> Advice | None:
         """Choose the cheapest option within the budget. Return None without a budget.
 
-        The faster of two equally cheap options wins. Options without a price come last.
+        The faster of two equally cheap options wins. Options without a price, and then those with
+        a guessed speed, come last, as in `Group.by_cost`.
         """
         if not self.budget:
             return None
@@ -382,13 +383,18 @@ class Comparison(ShownAsTable):
         options = [
             _option(card.device.name, card.cost, card.usd) for card in group.cards if card.cost
         ]
+        guesses = {card.device.name for card in group.cards if card.is_guess}
         own_card = self.own_card(group)
         own_run = self.own_run(group)
         if own_card and own_card.cost and own_run:
             options.append(_option(f"{OWN}{own_card.device.name}", own_card.cost, own_run.usd))
 
         by_cost = sorted(
-            options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours)
+            options,
+            key=lambda option: (
+                *(option.usd is None, option.name.removeprefix(OWN) in guesses),
+                *(option.usd or 0.0, option.hours),
+            ),
         )
         exceeded = {
             option.name: self.budget.exceeded_limits(option.usd, option.hours) for option in options
@@ -406,7 +412,11 @@ class Comparison(ShownAsTable):
                 *unfit,
             ),
             cheapest=next((option for option in by_cost if option.usd is not None), None),
-            fastest=min(options, key=lambda option: option.hours, default=None),
+            fastest=min(
+                options,
+                key=lambda option: (option.name.removeprefix(OWN) in guesses, option.hours),
+                default=None,
+            ),
         )
 
     def remedy(self) -> str:

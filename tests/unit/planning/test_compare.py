@@ -56,6 +56,7 @@ from autotune.prediction.estimate import estimate, memory_state
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import NamedConfig, StudySpec
+from autotune.report.compared_answer import group_answer
 from autotune.report.comparison import COLUMNS, cells, verdicts
 from autotune.report.values.compared import card_row, to_compared
 from autotune.report.values.comparison import Advice, OwnRun, speed_interval, usd_interval
@@ -1101,6 +1102,33 @@ def test_the_slowest_card_that_was_measured_comes_before_a_guess() -> None:
     )
     assert (slow.tokens_per_s, guess.is_guess) == (0.5, True)
     assert group(guess, slow).fastest is group(slow, guess).fastest is slow
+
+
+def test_a_budget_chooses_the_card_that_is_chosen_without_one() -> None:
+    """A guess wins only if it alone is within the budget, and is named if it looks cheaper."""
+    known, made = entry("a10", 1, 2.0), entry("mi300x", 1, 1.0)
+    assert made.plan and made.best and known.usd and made.usd
+    kind = resolve_device("mi300x")
+    guess = replace(
+        made,
+        plan=replace(made.plan, best=replace(made.best, device=kind)),
+        least=replace(made.best, device=kind),
+    )
+    held = group(guess, known)
+    assert guess.is_guess and guess.usd and guess.usd < known.usd and held.cheapest is known
+    for budget, named, verdict in (
+        (Budget(), "a10", "trains m cheapest: "),
+        (Budget(max_usd=known.usd), "a10", f"trains m within ${known.usd:.2f}: "),
+        (Budget(max_usd=guess.usd), "mi300x", f"trains m within ${guess.usd:.2f}: "),
+        (Budget(max_usd=0.01), "a10", "trains m cheapest, but not within $0.01: "),
+    ):
+        answer = group_answer(Comparison(groups=(held,), budget=budget), held, None)
+        assert answer.answer.startswith(f"{named} {verdict}"), answer.answer
+        left_out = ", without mi300x, whose speed is only a guess"
+        assert (left_out in answer.reason) is (named == "a10"), answer.reason
+    unmet = advise(held, Budget(max_usd=0.01))
+    assert unmet.cheapest and unmet.fastest
+    assert unmet.cheapest.name == unmet.fastest.name == "a10"
 
 
 @pytest.mark.usefixtures("not_counted")
