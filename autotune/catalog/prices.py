@@ -52,6 +52,8 @@ class Price:
 
     def multiply(self, number: float) -> "Price":
         """Return the price of `number` times as many GPUs, rented together."""
+        if number == 1:
+            return self
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
         return replace(

@@ -1,6 +1,7 @@
 """The number of GPUs and the sharding strategy of a run, and the settings that they exclude."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
@@ -83,6 +84,7 @@ class Parallelism:
             )
 
     @classmethod
+    @lru_cache(maxsize=2**14)  # more than the configurations of a plan
     def of(cls, config: TrainConfig) -> "Parallelism":
         """Return the parallelism that the configuration sets."""
         return cls(

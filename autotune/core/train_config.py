@@ -5,6 +5,7 @@ behave equally have equal digests. A TrainConfig does not include the global bat
 user chooses for all candidates (`problem.workload`).
 """
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -243,6 +244,7 @@ def digest_of(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@functools.cache
 def _capability_knobs() -> list[str]:
     """Return the knobs that affect how much a model can learn, the most important first."""
     ranked = [knob for knob in KNOBS.values() if knob.capability_priority is not None]

@@ -186,6 +186,8 @@ class StepTimeEstimate:
 
     def longer(self, factor: float, rest: float = 1.0) -> "StepTimeEstimate":
         """Multiply the micro batch times by `factor`, and the time after them by `rest`."""
+        if factor == rest == 1.0:
+            return self
         return replace(
             self,
             products_s=factor * self.products_s,

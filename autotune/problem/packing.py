@@ -65,6 +65,17 @@ def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, .
     return (*rows.full, *(group for room in rows.rooms for group in rows.by_room[room]))
 
 
+@lru_cache(maxsize=64)
+def examples_per_row(lengths: Lengths, seq_len: int, times: int = 1) -> float:
+    """Return the mean number of examples in the rows of `packed_rows`.
+
+    The result is cached, because thousands of configurations have the same packed rows.
+    """
+    rows = packed_rows(lengths, seq_len, times)
+    examples = sum(group.number * len(group.examples) for group in rows)
+    return examples / sum(group.number for group in rows)
+
+
 def _place(rows: _OpenRows, tokens: int, number: int) -> int:
     """Put examples of one length into the fullest group of equal rows that has room for them.
 

@@ -89,9 +89,7 @@ class CostProjection:
 
     def spot_cost(self, usd_per_hour: float | None) -> float | None:
         """Return the expected USD of the run at a spot price, or None if it is unknown."""
-        lost = self.interruptions
-        hours = lost.paid_hours(self.full_run_hours) if lost else self.full_run_hours
-        return None if usd_per_hour is None or hours is None else hours * usd_per_hour
+        return _spot_cost(self.interruptions, self.full_run_hours, usd_per_hour)
 
     def spot_interval(self, usd_per_hour: float | None) -> tuple[float, float] | None:
         """Return the interval of `spot_cost`, or None if it is unknown."""
@@ -110,6 +108,15 @@ class CostProjection:
         return ("start-up", *["checkpoint saves"] * bool(saves), *["evaluation"] * bool(evaluates))
 
 
+def _spot_cost(
+    lost: Interruptions | None, hours: float, usd_per_hour: float | None
+) -> float | None:
+    if usd_per_hour is None:
+        return None
+    paid_hours = lost.paid_hours(hours) if lost else hours
+    return None if paid_hours is None else paid_hours * usd_per_hour
+
+
 def run_cost(
     shape: RunShape,
     performance: Performance,
@@ -119,6 +126,7 @@ def run_cost(
     num_steps: int | None = None,
     pauses: Pauses | None = None,
     options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
+    evidence: Evidence = Evidence.MEASURED,
 ) -> CostProjection:
     """Return the cost of a run of this shape, or of its first `num_steps` optimizer steps.
 
@@ -134,8 +142,9 @@ def run_cost(
     usd_per_hour = price.usd_per_hour if price else None
     spot = price.spot_usd_per_hour if price else None
     hours_per_sample = 1 / performance.samples_per_second / 3600
+    interruptions = interruptions_of(options, hours, num_steps)
 
-    cost = CostProjection(
+    return CostProjection(
         examples=shape.examples,
         epochs=shape.epochs,
         num_steps=num_steps,
@@ -146,15 +155,15 @@ def run_cost(
         interval_usd=None
         if usd_per_hour is None
         else (interval[0] * usd_per_hour, interval[1] * usd_per_hour),
-        spot_usd=None,
+        spot_usd=_spot_cost(interruptions, hours, spot),
         cost_per_1000_samples_usd=None
         if usd_per_hour is None
         else 1000 * hours_per_sample * usd_per_hour,
         kwh=None if power_w is None else power_w * hours / 1000,
+        evidence=evidence,
         pauses=pauses,
-        interruptions=interruptions_of(options, hours, num_steps),
+        interruptions=interruptions,
     )
-    return replace(cost, spot_usd=cost.spot_cost(spot))
 
 
 def project(

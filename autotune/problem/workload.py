@@ -8,7 +8,7 @@ import bisect
 import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar
 
 from autotune.core.objective import Objective
@@ -17,7 +17,7 @@ from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
 from autotune.problem.images import Pictured, images_of, num_image_tokens
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.packing import Rows, packed_rows
+from autotune.problem.packing import Rows, examples_per_row, packed_rows
 from autotune.problem.padding import (
     Draw,
     bucket_shares,
@@ -39,9 +39,10 @@ PROBED_MICRO_BATCHES = 2
 # A confirming probe has more micro batches in a step, so its steps are more similar to the run's
 # steps.
 CONFIRMED_MICRO_BATCHES = 4
+KEPT_CONFIGS = 2**14  # more than the configurations of a plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, because it caches a property
 class RunShape:
     """The steps of a run that makes `epochs` passes over `examples` examples.
 
@@ -80,7 +81,7 @@ class RunShape:
         """The mean tokens of one optimizer step without padding and truncated tokens."""
         return self.rows_per_step * self.useful_tokens_per_row
 
-    @property
+    @cached_property
     def micro_batches_per_epoch(self) -> int:
         """The number of micro batches of each device in a pass over the examples."""
         of_micro_batch = self.examples_per_step / self.accumulation
@@ -190,14 +191,18 @@ class Workload:
         """Return the mean number of examples in a row: 1 unless rows are packed."""
         if not config.packing:
             return 1  # an int, so that reports show the global batch of unpacked examples as an int
-        rows = self._packed(config.seq_len)
-        examples = sum(group.number * len(group.examples) for group in rows)
-        return examples / sum(group.number for group in rows)
+        return examples_per_row(self.lengths, config.seq_len, self._repetitions)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """Pack all trained examples into rows; if only some lengths are known, repeat them."""
-        return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
+        """Pack all trained examples into rows."""
+        return packed_rows(self.lengths, seq_len, self._repetitions)
 
+    @property
+    def _repetitions(self) -> int:
+        """How often the lengths are packed: more than once if only some lengths are known."""
+        return max(1, round(self.trained / self.lengths.number))
+
+    @lru_cache(maxsize=KEPT_CONFIGS)  # noqa: B019 (a command has few workloads)
     def run_shape(
         self, config: TrainConfig, *, accumulation: int | None = None, world_size: int | None = None
     ) -> RunShape:
@@ -497,7 +502,13 @@ def _with_length(config: TrainConfig, seq_len: int) -> TrainConfig:
 
     If it has this seq_len already, it is not copied.
     """
-    return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
+    return config if config.seq_len == seq_len else _resized(config, seq_len)
+
+
+# The copies are cached, because plans for many cards and numbers of GPUs need the same ones.
+@lru_cache(maxsize=KEPT_CONFIGS)
+def _resized(config: TrainConfig, seq_len: int) -> TrainConfig:
+    return replace(config, seq_len=seq_len)
 
 
 def _kind(draw: Draw, longest: int, share: float) -> MicroBatch:

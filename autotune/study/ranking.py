@@ -92,12 +92,10 @@ def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
     A candidate is within the slack if it costs at most the fraction `slack` more than the cheapest.
     """
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
-    best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
-    return [
-        one
-        for one in ranked
-        if _class(one) == best and one.score >= ranked[0].score / (1.0 + slack)
-    ]
+    within = [one for one in ranked if one.score >= ranked[0].score / (1.0 + slack)]
+    classes = [_class(one) for one in within]
+    best = max(classes)
+    return [one for one, own in zip(within, classes, strict=True) if own == best]
 
 
 def _class(candidate: Scored) -> tuple[Any, ...]:
