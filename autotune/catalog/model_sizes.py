@@ -128,13 +128,16 @@ class Sizes:
         head = 0 if self.tied else self.embedding
         return replace(self, tied=False, capped=False, params=self.params - head)
 
-    def adapted(self, config: TrainConfig) -> set[str]:
+    def adapted(self, config: TrainConfig) -> frozenset[str]:
         """Return the names of the matrices of a layer that get adapters under `config`."""
-        if config.method == "full":
-            return set()
-        names = target_modules(self.family, config.lora_targets)
+        return frozenset() if config.method == "full" else self._selected(config.lora_targets)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (a command has few Sizes)
+    def _selected(self, lora_targets: str) -> frozenset[str]:
+        """Return the names of the matrices of a layer that a value of `lora_targets` selects."""
+        names = target_modules(self.family, lora_targets)
         # All families with these sizes are models without experts.
-        return set(self.matrices) if names is None else set(names) - set(EXPERT_PARAMETERS)
+        return frozenset(self.matrices if names is None else {*names} - {*EXPERT_PARAMETERS})
 
     def adapter_params(self, config: TrainConfig) -> int:
         """Return the number of parameters of the adapters in all layers."""

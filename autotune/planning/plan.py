@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from autotune.catalog import DeviceSpec
+from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
@@ -30,7 +30,7 @@ from autotune.prediction.estimate import (
     memory_of,
     memory_state,
 )
-from autotune.prediction.memory_formula import MemoryBreakdown, unsupported
+from autotune.prediction.memory_formula import KEPT_ANSWERS, MemoryBreakdown, unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
@@ -215,13 +215,14 @@ def plan_task(
             for config, one in estimates.items()
         ]
         winner = choose(scored, task.floors.slack)
+        best = estimate(task, winner.config, limit_gib, observations)
         reason = explain_choice(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
             reason += (
                 f"; {len(no_speed):,} more configurations fit, but no formula gives their speed:"
                 " `autotune run` measures it"
             )
-        return replace(result, best=estimates[winner.config], reason=reason)
+        return replace(result, best=best, reason=reason)
     if no_speed:
         return replace(result, reason=NO_SPEED, fitting=min(no_speed, key=lambda one: one.need_gib))
     return result
@@ -251,9 +252,10 @@ def _fitting(
 ) -> tuple[dict[TrainConfig, Estimate], list[Estimate]]:
     """Return the estimates of the configurations that certainly fit and whose speed is known.
 
-    Also return the estimates of those that certainly fit but whose speed is unknown. Most
-    configurations do not fit on a card, so a configuration is skipped if a similar configuration
-    that needs less memory did not fit.
+    Also return the estimates of those that certainly fit but whose speed is unknown. The estimates
+    have no cost, because only the winner's cost is needed. Most configurations do not fit on a
+    card, so a configuration is skipped if a similar configuration that needs less memory did not
+    fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed: list[Estimate] = []
@@ -263,13 +265,14 @@ def _fitting(
     # between steps alone exceeds the limit
     hopeless = set()
     for config in configs:
-        key = key_without_micro_batch(task, config)
         lasting = _LASTING(config)
-        smallest_failure = too_large.get(key, config.micro_batch_size)
-        if lasting in hopeless or config.micro_batch_size > smallest_failure:
+        if lasting in hopeless:
+            continue
+        key = key_without_micro_batch(task, config)
+        if config.micro_batch_size > too_large.get(key, config.micro_batch_size):
             continue
 
-        estimated = estimate(task, config, limit_gib, observations)
+        estimated = estimate(task, config, limit_gib, observations, with_cost=False)
         if estimated is None:
             continue
 
@@ -320,7 +323,7 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     needs = {
         config: memory
         for config in smallest.values()
-        if (memory := _longest_memory(task, config)) is not None
+        if (memory := _longest_memory(task.model, task.workload, config)) is not None
     }
 
     if not needs:
@@ -330,11 +333,17 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
 
 
-def _longest_memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
-    """Return the memory that the formula predicts for a configuration with the longest rows."""
-    micro_steps = task.workload.run_shape(config).probe_micro_steps
-    longest = task.workload.longest_row_config(config)
-    return memory_of(task.model, longest, micro_steps, objective=task.workload.objective)
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def _longest_memory(
+    model: ModelSpec, workload: Workload, config: TrainConfig
+) -> MemoryBreakdown | None:
+    """Return the memory that the formula predicts for a configuration with the longest rows.
+
+    The result is cached, because it is the same for all compared cards.
+    """
+    micro_steps = workload.run_shape(config).probe_micro_steps
+    longest = workload.longest_row_config(config)
+    return memory_of(model, longest, micro_steps, objective=workload.objective)
 
 
 def _baseline_plan(

@@ -9,7 +9,7 @@ the network counts.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import candidates, distinguishable, memory_savers, planned_setup
-from autotune.prediction.estimate import Estimate, FittingChange, estimate
+from autotune.prediction.estimate import Estimate, FittingChange, estimate, single_gpu_time
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.problem.constraints import space_of_rank
@@ -270,13 +270,13 @@ def plan_gpus(
             remedy="leave out --gpus, or plan on a Linux machine with torch",
         )
 
-    estimate_of = partial(
-        estimate,
-        task,
-        limit_gib=limit_gib,
-        observations=observations,
-        count=None if configs else count,
-    )
+    # A formula's step time of one GPU is the same for every number of GPUs.
+    single_gpu = cache(partial(single_gpu_time, task, observations=observations))
+
+    def estimate_of(config: TrainConfig, **distribution: Any) -> Estimate | None:
+        own = {"clock": partial(single_gpu, config)} if configs else {"count": count}
+        return estimate(task, config, limit_gib, observations, **own, **distribution)
+
     rows = [
         replace(
             row,
@@ -405,9 +405,9 @@ def _plan_rank(
     """
     problems: list[str] = []
 
-    def of_rank(config: TrainConfig) -> Estimate | None:
+    def of_rank(config: TrainConfig, *, with_cost: bool = True) -> Estimate | None:
         try:
-            return estimate_of(config, parallelism=parallelism)
+            return estimate_of(config, parallelism=parallelism, with_cost=with_cost)
         except ValueError as error:
             problems.append(str(error))
             return None
@@ -426,21 +426,24 @@ def _plan_rank(
             else _row(parallelism, counted)
         )
 
-    found = {config: of_rank(config) for config in configs}
-    estimates = {config: one for config, one in found.items() if one is not None}
+    found = (of_rank(config, with_cost=False) for config in configs)
+    estimates = [one for one in found if one is not None]
     problems.append("no formula covers it")
-    fitting = [one for one in estimates.values() if one.state == FITS]
+    if not estimates:
+        return RankPlan(parallelism=parallelism, problem=problems[0])
+
+    fitting = [one for one in estimates if one.state == FITS]
+    best = min(estimates, key=lambda one: one.need_gib).config
     if fitting:
         scored = [
             Scored(config=one.config, score=_score(one), free_fraction=-one.margin)
             for one in fitting
         ]
-        winner = choose(scored, task.floors.slack).config
-        num_unknown = sum(one.single_gpu is None for one in fitting if one.config != winner)
-        return replace(_row(parallelism, estimates[winner]), num_without_speed=num_unknown)
-    if estimates:
-        return _row(parallelism, min(estimates.values(), key=lambda one: one.need_gib))
-    return RankPlan(parallelism=parallelism, problem=problems[0])
+        best = choose(scored, task.floors.slack).config
+    with_cost = of_rank(best)
+    assert with_cost is not None  # its estimate without the cost is known
+    num_unknown = sum(one.single_gpu is None for one in fitting if one.config != best)
+    return replace(_row(parallelism, with_cost), num_without_speed=num_unknown)
 
 
 def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:

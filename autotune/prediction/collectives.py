@@ -99,7 +99,7 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
         or config.modules_to_save != "none"
     ):
         return None
-    if not sizes.adapted(config) <= set(sizes.matrices):
+    if not sizes.adapted(config) <= sizes.matrices.keys():
         return None
     return _traffic(config, parallelism, Shares.of(sizes, config))
 

@@ -8,10 +8,11 @@ caller passes the function that runs the dry probe, because this package cannot 
 time, and passes both to `estimate`. For a measured run, the caller passes the measured values.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
 from autotune.core.json_view import keys
@@ -38,6 +39,7 @@ from autotune.prediction.host_exchange import host_exchange
 from autotune.prediction.memory_formula import (
     ERROR,
     EVALUATES,
+    KEPT_ANSWERS,
     MemoryBreakdown,
     counted_breakdown,
     memory_breakdown,
@@ -70,9 +72,8 @@ from autotune.prediction.transfer import (
 from autotune.problem.calibration import Calibration
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
-from autotune.problem.run_options import RunOptions
 from autotune.problem.task import Task
-from autotune.problem.workload import RunShape
+from autotune.problem.workload import RunShape, Workload
 
 # A function that computes the memory and the operations of a whole model's training step in a dry
 # probe, or returns None if a dry probe cannot run the step. The function's arguments are the model,
@@ -310,9 +311,14 @@ def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str
 
 def refusal(config: TrainConfig, parallelism: Parallelism, objective: Objective) -> str | None:
     """Return the reason why these GPUs cannot train the configuration, or None if they can."""
-    if parallelism.num_gpus > 1 and (reason := untested("objective", objective, "several_gpus")):
+    if parallelism.num_gpus > 1 and (reason := _untested_on_several_gpus(objective)):
         return reason
     return parallelism.refusal(config)
+
+
+@functools.cache
+def _untested_on_several_gpus(objective: Objective) -> str | None:
+    return untested("objective", objective, "several_gpus")
 
 
 def memory_of(
@@ -429,6 +435,7 @@ def estimate(
     memory: MemoryBounds | None = None,
     clock: Clock | None = None,
     settings: ShardingSettings = EXPORTED,
+    with_cost: bool = True,
 ) -> Estimate | None:
     """Estimate the memory, the speed and the total cost of a task's run with one configuration.
 
@@ -450,6 +457,7 @@ def estimate(
         clock: returns the step time of one GPU of this device, which replaces the result of the
             formula.
         settings: the settings of the tool that shards or offloads the model.
+        with_cost: whether to compute the cost. A plan needs only the winner's.
 
     Returns None if no formula covers the configuration and no dry probe can run it. Raises
     ValueError if the GPUs cannot train the configuration.
@@ -461,16 +469,20 @@ def estimate(
 
     shape = shape or workload.run_shape(config, world_size=parallelism.num_gpus)
     micro_steps = shape.probe_micro_steps
-    memory = memory or _memory(task, config, micro_steps, parallelism, count)
+    memory = memory or _memory_by_formula(task.model, workload, config, micro_steps, parallelism)
+    if memory is None and count is not None:
+        memory = _memory(task.model, workload, config, micro_steps, parallelism, count)
     if memory is None:
         return None
     if task.device.unified_memory:
         memory = memory.in_one_pool()
 
-    estimated = Estimate(
+    state = memory.state(limit_gib)
+    estimated = partial(
+        Estimate,
         device=task.device,
         config=config,
-        state=memory.state(limit_gib),
+        state=state,
         need_gib=memory.reported.peak_reserved_gib,
         limit_gib=limit_gib,
         price=task.price,
@@ -479,37 +491,59 @@ def estimate(
         accumulation=shape.accumulation,
     )
     # The time that GPUs take to exchange the tokens of experts is unknown.
-    if estimated.state == OOM or parallelism.expert_parallel > 1:
-        return estimated
+    if state == OOM or parallelism.expert_parallel > 1:
+        return estimated()
 
     by_formula = partial(
-        _single_gpu, task, config, micro_steps, observations, host, count, parallelism
+        single_gpu_time,
+        task,
+        config,
+        observations,
+        micro_steps=micro_steps,
+        host=host,
+        shards=parallelism.shards,
+        count=count,
     )
     single = (clock or by_formula)()
     if single is None:
-        return estimated
-    known = replace(
-        estimated,
-        single_gpu=single,
-        num_observations=single.num_observations,
-        calibration=task.calibration,
-    )
-    return _with_speed(
+        return estimated()
+    step = _step_of(
         task,
-        known,
+        config,
         single,
         shape,
         parallelism,
         hosts,
         network_gb_s,
-        num_steps,
         settings=settings,
         count=count,
     )
+    return estimated(
+        single_gpu=single,
+        num_observations=single.num_observations,
+        calibration=task.calibration,
+        **({} if step is None else _speed_and_cost(task, shape, step, num_steps, with_cost)),
+    )
+
+
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def _memory_by_formula(
+    model: ModelSpec,
+    workload: Workload,
+    config: TrainConfig,
+    micro_steps: int,
+    parallelism: Parallelism,
+) -> MemoryBounds | None:
+    """Return the result of `_memory` without dry probes.
+
+    The result is cached, because it is the same for all compared cards.
+    """
+    return _memory(model, workload, config, micro_steps, parallelism, None)
 
 
 def _memory(
-    task: Task,
+    model: ModelSpec,
+    workload: Workload,
     config: TrainConfig,
     micro_steps: int,
     parallelism: Parallelism,
@@ -521,8 +555,8 @@ def _memory(
     """
     query = partial(
         memory_of,
-        task.model,
-        objective=task.workload.objective,
+        model,
+        objective=workload.objective,
         parallelism=parallelism,
         count=count,
     )
@@ -533,48 +567,61 @@ def _memory(
             most = query(config, steps, fullest=True)
         return None if least is None or most is None else MemoryBounds(least=least, most=most)
 
-    longest = task.workload.longest_row_config(config)
+    longest = workload.longest_row_config(config)
     bounds = bounds_of(longest, micro_steps)
     if bounds is None:
         return None
 
     # autotune's own trainer evaluates with the micro batch size and the loss of the training.
     evaluation = Evaluation(rows=None, loss=config.loss)
-    if not task.workload.held_out() or evaluation.needs_less(longest):
+    if not workload.held_out() or evaluation.needs_less(longest):
         return bounds
     batch = bounds_of(evaluation.batch_of(longest), EVALUATES)
     return None if batch is None else bounds.include_evaluation(batch)
 
 
-def _single_gpu(
+def single_gpu_time(
     task: Task,
     config: TrainConfig,
-    micro_steps: int,
-    observations: Sequence[Observation],
-    host: Host | None,
-    count: Counter | None,
-    parallelism: Parallelism,
+    observations: Sequence[Observation] = (),
+    *,
+    micro_steps: int = 2,
+    host: Host | None = None,
+    shards: bool = False,
+    count: Counter | None = None,
 ) -> StepTimeEstimate | None:
     """Estimate the step time of one GPU of the task's device, for rows of mean length.
 
-    `parallelism` only decides the precision of the weights that the GPU computes with.
-
-    The result is None if a rate of the device is unknown, or if no formula covers the configuration
-    and no dry probe can run it.
+    `micro_steps` and `shards` only matter for a dry probe (`step_time_of`). The result is None if a
+    rate of the device is unknown, or if no formula covers the configuration and no dry probe can
+    run it.
     """
-    mean = task.workload.mean_row_config(config)
-    objective = task.workload.objective
+    workload = task.workload
     host = host or host_of(task.calibration)
-    on_reference = step_time_of(
-        task.model,
-        mean,
-        micro_steps,
-        host,
-        objective=objective,
-        shards=parallelism.shards,
-        count=count,
-    )
+    on_reference = _reference_by_formula(task.model, workload, config, host)
+    if on_reference is None and count is not None:
+        on_reference = step_time_of(
+            task.model,
+            workload.mean_row_config(config),
+            micro_steps,
+            host,
+            objective=workload.objective,
+            shards=shards,
+            count=count,
+        )
     return device_step_time(task, config, on_reference, observations)
+
+
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def _reference_by_formula(
+    model: ModelSpec, workload: Workload, config: TrainConfig, host: Host
+) -> StepTimeEstimate | None:
+    """Return the formula's step time of one reference GPU, for rows of mean length.
+
+    The result is cached, because it is the same for all compared cards.
+    """
+    mean = workload.mean_row_config(config)
+    return step_time_of(model, mean, 2, host, objective=workload.objective)
 
 
 def _sharded_counter(count: Counter) -> Counter:
@@ -595,34 +642,32 @@ def _sharded_counter(count: Counter) -> Counter:
     return count_rank
 
 
-def _with_speed(
+def _step_of(
     task: Task,
-    estimated: Estimate,
+    config: TrainConfig,
     single: StepTimeEstimate,
     shape: RunShape,
     parallelism: Parallelism,
     hosts: int,
     network_gb_s: float | None,
-    num_steps: int | None,
     *,
     settings: ShardingSettings,
     count: Counter | None,
-) -> Estimate:
-    """Add the speed and the cost, unless the traffic or the link of several GPUs is unknown."""
+) -> RankStepTime | None:
+    """Return the step time of the GPUs together, with communication and offloading.
+
+    The result is None if the traffic or the link of several GPUs is unknown.
+    """
     exchange = None
     if any(offloads(parallelism, settings)):
-        exchange = host_exchange(task.model, estimated.config, parallelism, settings)
+        exchange = host_exchange(task.model, config, parallelism, settings)
         if exchange is None:
-            return estimated
+            return None
 
-    def complete(step: RankStepTime) -> Estimate:
-        """Return the estimate with this step time and the exchange with the host."""
-        whole = exchange.add_to(step, task.device, shape.accumulation) if exchange else step
-        if whole is None:
-            return estimated
-        return _with_step(estimated, shape, whole, num_steps, task.run_options)
+    def complete(step: RankStepTime) -> RankStepTime | None:
+        """Return the step time with the exchange with the host."""
+        return exchange.add_to(step, task.device, shape.accumulation) if exchange else step
 
-    config = estimated.config
     if parallelism.num_gpus == 1:
         step_s = shape.accumulation * single.micro_s + single.rest_s
         bounds = interval(step_s, single.error)
@@ -631,9 +676,10 @@ def _with_speed(
         )
 
     of_traffic = partial(_traffic_of, task, config, count, shape.probe_micro_steps)
-    link = _link(task, of_traffic, replace(parallelism, offload=False), hosts, network_gb_s)
+    on_gpu = replace(parallelism, offload=False) if parallelism.offload else parallelism
+    link = _link(task, of_traffic, on_gpu, hosts, network_gb_s)
     if link is None:
-        return estimated
+        return None
     sent, link_gb_s, slowest = link
     waiting = task.workload.waiting_share(config, parallelism, shape.accumulation)
     step = rank_step_time(
@@ -704,14 +750,10 @@ def _link(
     )
 
 
-def _with_step(
-    estimated: Estimate,
-    shape: RunShape,
-    step: RankStepTime,
-    num_steps: int | None,
-    options: RunOptions,
-) -> Estimate:
-    """Add the speed and the cost to `estimated`, for a run with this shape and this step time."""
+def _speed_and_cost(
+    task: Task, shape: RunShape, step: RankStepTime, num_steps: int | None, with_cost: bool
+) -> dict[str, Any]:
+    """Return an Estimate's fields of speed and cost, for a run of this shape and step time."""
     step_s = step.step_s
     shortest_s, longest_s = step.interval_s
     speed = Performance.from_step_time(
@@ -719,24 +761,24 @@ def _with_step(
     )
 
     gpus = shape.world_size
-    price = estimated.price
-    power_w = estimated.device.tdp_w
-    price = price and price.multiply(gpus)
-    cost = run_cost(
-        shape,
-        speed,
-        price,
-        None if power_w is None else gpus * power_w,
-        num_steps=num_steps,
-        options=options,
-    )
+    cost = None
+    if with_cost:
+        power_w = task.device.tdp_w
+        cost = run_cost(
+            shape,
+            speed,
+            task.price and task.price.multiply(gpus),
+            None if power_w is None else gpus * power_w,
+            num_steps=num_steps,
+            options=task.run_options,
+            evidence=Evidence.ESTIMATED,
+        )
 
     tokens_per_s = speed.tokens_per_second / gpus
-    return replace(
-        estimated,
-        step=step,
-        tokens_per_s=tokens_per_s,
-        interval=(tokens_per_s * step_s / longest_s, tokens_per_s * step_s / shortest_s),
-        samples_per_s=speed.samples_per_second / gpus,
-        cost=replace(cost, evidence=Evidence.ESTIMATED),
-    )
+    return {
+        "step": step,
+        "tokens_per_s": tokens_per_s,
+        "interval": (tokens_per_s * step_s / longest_s, tokens_per_s * step_s / shortest_s),
+        "samples_per_s": speed.samples_per_second / gpus,
+        "cost": cost,
+    }

@@ -217,21 +217,21 @@ def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
 
 
 def _uncovered_feature(sizes: Sizes, config: TrainConfig) -> str | None:
-    in_layers = sizes.adapted(config) <= set(sizes.matrices)
-    uncovered = {
-        "adapters on modules beyond attention and MLP": not in_layers,
-        "fp32 precision": config.precision == "fp32",
-        "modules trained in full beside adapters": config.modules_to_save != "none",
-        "int8 bases": config.quantization == "int8",
-        "k-bit preparation": config.kbit_preparation,
-        "DoRA": config.dora,
-        "an optimizer in the backward pass": config.optimizer_in_backward,
-        "dropout in compiled adapters": config.lora_dropout > 0 and config.compile != "none",
-        "offloaded checkpoints": config.offloads,
-        "selective recomputation": config.activation_budget < 1,
-        "tiles of tokens": config.tiling != "none",
-    }
-    return next((feature for feature, applies in uncovered.items() if applies), None)
+    in_layers = sizes.adapted(config) <= sizes.matrices.keys()
+    uncovered = (
+        (not in_layers and "adapters on modules beyond attention and MLP")
+        or (config.precision == "fp32" and "fp32 precision")
+        or (config.modules_to_save != "none" and "modules trained in full beside adapters")
+        or (config.quantization == "int8" and "int8 bases")
+        or (config.kbit_preparation and "k-bit preparation")
+        or (config.dora and "DoRA")
+        or (config.optimizer_in_backward and "an optimizer in the backward pass")
+        or (config.lora_dropout and config.compile != "none" and "dropout in compiled adapters")
+        or (config.offloads and "offloaded checkpoints")
+        or (config.activation_budget < 1 and "selective recomputation")
+        or (config.tiling != "none" and "tiles of tokens")
+    )
+    return uncovered or None
 
 
 def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
@@ -262,7 +262,12 @@ def memory_breakdown(
 
     sizes = sizes.with_objective(objective)
     config = rows_of(config, objective)
-    return _breakdown(sizes, config, micro_steps, ddp, objective)
+    memory = _breakdown(sizes, config, micro_steps, objective)
+    if not ddp:
+        return memory
+    # DDP copies the gradients into buckets, so all gradients exist twice. The Trainer has no option
+    # to make gradients views of the buckets.
+    return replace(memory, communication=gib(_trained_bytes(sizes, config)))
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
@@ -289,15 +294,13 @@ def _breakdown(
     sizes: Sizes,
     config: TrainConfig,
     micro_steps: int,
-    ddp: bool,
     objective: Objective,
 ) -> MemoryBreakdown:
     full = config.method == "full"
     pure = config.precision == "bf16_pure"
     base_bytes = 4 if full and not pure else 2  # for each parameter of an unquantised base
     trained = sizes.params if full else sizes.adapter_params(config)
-    adapter_bytes = 2 if pure else 4
-    trained_bytes = trained * (base_bytes if full else adapter_bytes)
+    trained_bytes = _trained_bytes(sizes, config)
     logits = live_logits(config, sizes.vocab, objective)
     untrained = sizes.params if full and objective.has_reference else 0
     moments = step_moments(
@@ -343,10 +346,13 @@ def _breakdown(
         ),
         own_error=EVALUATION_ERROR if micro_steps == EVALUATES else None,
         phase=_PHASES.get(moment, Phase.BACKWARD),
-        # DDP copies the gradients into buckets, so all gradients exist twice. The Trainer has no
-        # option to make gradients views of the buckets.
-        communication=gib(trained_bytes) if ddp else 0.0,
     )
+
+
+def _trained_bytes(sizes: Sizes, config: TrainConfig) -> int:
+    """Return the bytes of the trained parameters, which are in 16 bits only in pure bf16."""
+    trained = sizes.params if config.method == "full" else sizes.adapter_params(config)
+    return trained * (2 if config.precision == "bf16_pure" else 4)
 
 
 def counted_breakdown(
@@ -587,7 +593,7 @@ def evaluation_moments(
     """
     tokens = config.tokens
     hidden = base_bytes * sizes.hidden
-    adapted = sizes.adapted(config) if config.method == "lora" else set()
+    adapted = sizes.adapted(config) if config.method == "lora" else frozenset[str]()
     autocast = config.precision != "bf16_pure"
 
     # During the MLP or the attention, four more tensors of hidden states are alive: the embeddings'
@@ -732,6 +738,7 @@ def _joined_pad(rank: int) -> int:
     return -(-rank // JOINED_MULTIPLE) * JOINED_MULTIPLE
 
 
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
 def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes per token that a layer keeps for its backward pass if not recomputed."""
     compiled = config.compile != "none"

@@ -13,6 +13,9 @@ from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, speed_trans
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
+# The conversion is cached, because thousands of configurations share a few conversions. With a
+# calibration, the conversion also depends on the size of the configuration's products.
+_uncalibrated = functools.lru_cache(maxsize=1024)(speed_transfer)
 # The training method and the quantisation of the short training in a calibration
 CALIBRATED_METHOD = ("lora", "none")
 # An observation is ignored if it deviates from the formula's speed by more than this number of
@@ -118,11 +121,15 @@ def observed_transfer(
     ignored. Either card may be calibrated. The result is None if a rate of either card is unknown.
     """
     kind = _kind(config)
+    known = tuple(measured_ratios(observations, target, *kind))
+    precision = "fp8" if config.multiplies_in_fp8 else "bf16"
+    if calibration is None:
+        return _uncalibrated(source, target, known, precision=precision)
     return speed_transfer(
         source,
         target,
-        measured_ratios(observations, target, *kind),
-        precision="fp8" if config.multiplies_in_fp8 else "bf16",
+        known,
+        precision=precision,
         calibration=calibration,
         side=side,
         alike=(config.method, config.quantization) == CALIBRATED_METHOD,

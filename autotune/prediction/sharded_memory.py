@@ -11,6 +11,7 @@ formula for the model, the activations of a dry probe replace those of the formu
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autotune.catalog import ModelSpec
@@ -57,6 +58,11 @@ EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
 # Moments of a step after gradients were scattered, so that each rank holds only its shard of them
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
+_PHASES = (
+    {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
+    | dict.fromkeys(IN_FORWARD, Phase.FORWARD)
+    | dict.fromkeys(EVALUATED, Phase.EVALUATE)
+)
 # The bytes of (gradients, activations, logits, communication) that exist at a moment of a step
 Moment = tuple[float, float, float, float]
 
@@ -110,6 +116,7 @@ class Shares:
     whole: float = 0.0
 
     @classmethod
+    @functools.lru_cache(maxsize=KEPT_ANSWERS)
     def of(
         cls, sizes: Sizes, config: TrainConfig, settings: ShardingSettings = EXPORTED
     ) -> "Shares":
@@ -265,8 +272,12 @@ def counted_rank_breakdown(
     return replace(found, counted=True, own_error=COUNTED_RANK_ERROR)
 
 
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
 def sharded_precision(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the precision in which a sharded model computes."""
+    """Return the configuration with the precision in which a sharded model computes.
+
+    The result is cached, because plans for several numbers of GPUs need the same configurations.
+    """
     return replace(config, precision="bf16_pure")
 
 
@@ -312,7 +323,7 @@ def _sharded_breakdown(
     accumulates = parallelism.strategy == "zero3" or (
         micro_steps > 1 and parallelism.strategy in ZERO
     )
-    plain = _replicated_moments(sizes, config, shares, accumulates)
+    plain = _replicated_moments(sizes, config, shares.trained, accumulates)
     layer = kept_gib(sizes, config)
     return _breakdown(sizes, config, parallelism, micro_steps, settings, shares, plain, layer)
 
@@ -324,7 +335,7 @@ def _breakdown(
     micro_steps: int,
     settings: ShardingSettings,
     shares: Shares,
-    plain: dict[str, tuple[float, float, float]],
+    plain: Mapping[str, tuple[float, float, float]],
     layer_gib: float,
 ) -> MemoryBreakdown:
     """Return a rank's memory at the peak of a step, given the `plain` moments of one GPU.
@@ -340,7 +351,8 @@ def _breakdown(
     else:
         moments = _zero_moments(sizes, config, shares, parallelism, accumulates, settings, plain)
 
-    weights, adapters, state = _lasting_bytes(sizes, config, shares, parallelism, settings)
+    held = _sharded_bytes(sizes, config, shares, parallelism)
+    weights, adapters, state = _lasting_bytes(held, shares, parallelism, settings)
     if settings.builds_whole and parallelism.strategy in ("zero1", "zero2"):
         built_bytes = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
         moments["building"] = (0.0, 0.0, 0.0, max(built_bytes - weights - adapters - state, 0.0))
@@ -354,18 +366,17 @@ def _breakdown(
     reserved = allocator_overhead_gib(config, live, gib(activations + logits), layer_gib)
     if micro_steps == EVALUATES:
         reserved = evaluation_overhead_gib(gib(activations), gib(logits))
-    phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
-    phases |= dict.fromkeys(IN_FORWARD, Phase.FORWARD) | dict.fromkeys(EVALUATED, Phase.EVALUATE)
 
-    # The pool of each stream keeps all the memory that the stream held at its peak. So the peaks of
-    # all streams add up, even if they occur at different moments.
-    side_pools = _pools(sizes, config, shares, parallelism)
-    scattered = _scattered_bytes(config, shares, parallelism)
-    in_side_pools = {
-        name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0
-        for name in moments
-    }
-    pooled = side_pools + max(totals[name] - in_side_pools[name] for name in moments)
+    pooled = 0.0
+    if fsdp:
+        # The pool of each stream keeps all the memory that the stream held at its peak. So the
+        # peaks of all streams add up, even if they occur at different moments.
+        scattered = _scattered_bytes(config, shares, parallelism)
+        in_main_pool = (
+            total - (min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0)
+            for name, total in totals.items()
+        )
+        pooled = _pools(sizes, config, shares, parallelism) + max(in_main_pool)
     return MemoryBreakdown(
         weights=gib(weights),
         adapters=gib(adapters),
@@ -376,11 +387,11 @@ def _breakdown(
         logits=gib(logits),
         workspace=gib(WORKSPACE),
         reserved=reserved,
-        phase=phases.get(moment, Phase.BACKWARD),
+        phase=_PHASES.get(moment, Phase.BACKWARD),
         communication=gib(communication),
         nccl=nccl_of(parallelism),
-        pools=gib(max(pooled - totals[moment], 0.0)) if fsdp else 0.0,
-        host=gib(_host_bytes(sizes, config, shares, parallelism, settings)),
+        pools=gib(max(pooled - totals[moment], 0.0)),
+        host=gib(_host_bytes(held, shares, parallelism, settings)),
         own_error=RANK_ERROR,
     )
 
@@ -389,7 +400,7 @@ def _counted_evaluation(
     parallelism: Parallelism,
     shares: Shares,
     settings: ShardingSettings,
-    plain: dict[str, tuple[float, float, float]],
+    plain: Mapping[str, tuple[float, float, float]],
 ) -> dict[str, Moment]:
     """Return the moments of an evaluation that a dry probe counted, with the gathered layers."""
     if parallelism.strategy == "zero3":
@@ -455,14 +466,13 @@ def _sharded_bytes(
 
 
 def _lasting_bytes(
-    sizes: Sizes,
-    config: TrainConfig,
+    held: tuple[float, float, float],
     shares: Shares,
     parallelism: Parallelism,
     settings: ShardingSettings,
 ) -> tuple[float, float, float]:
-    """Return the bytes of a rank's weights, adapters and optimizer state on the GPU."""
-    weights, adapters, state = _sharded_bytes(sizes, config, shares, parallelism)
+    """Return those of the `held` bytes (`_sharded_bytes`) that are on the GPU."""
+    weights, adapters, state = held
     without_weights, without_state = offloads(parallelism, settings)
     if without_weights:
         weights = adapters = 0.0
@@ -470,14 +480,13 @@ def _lasting_bytes(
 
 
 def _host_bytes(
-    sizes: Sizes,
-    config: TrainConfig,
+    held: tuple[float, float, float],
     shares: Shares,
     parallelism: Parallelism,
     settings: ShardingSettings,
 ) -> float:
-    """Return the bytes of a rank's tensors in the host's memory, with the gradients in fp32."""
-    weights, adapters, state = _sharded_bytes(sizes, config, shares, parallelism)
+    """Return those of the `held` bytes in the host's memory, with the gradients in fp32."""
+    weights, adapters, state = held
     has_weights, has_state = offloads(parallelism, settings)
     gradients = 4.0 * shares.trained / parallelism.num_shards
     return (weights + adapters) * has_weights + (state + gradients) * has_state
@@ -541,7 +550,7 @@ def _fsdp2_moments(
     parallelism: Parallelism,
     accumulates: bool,
     settings: ShardingSettings,
-    plain: dict[str, tuple[float, float, float]],
+    plain: Mapping[str, tuple[float, float, float]],
 ) -> dict[str, Moment]:
     """Return the memory at each moment of an FSDP2 step that may be the peak.
 
@@ -626,16 +635,18 @@ def _fsdp2_moments(
     }
 
 
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
 def _replicated_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, accumulates: bool
-) -> dict[str, tuple[float, float, float]]:
+    sizes: Sizes, config: TrainConfig, trained: int, accumulates: bool
+) -> Mapping[str, tuple[float, float, float]]:
     """Return the bytes of gradients, activations and logits at each moment of a step in bf16.
 
-    Every GPU holds all activations and logits of its rows, because no strategy shards them.
+    Every GPU holds all activations and logits of its rows, because no strategy shards them. So the
+    result is the same for all numbers of GPUs. `trained` is the number of trained parameters.
     """
     logits = live_logits(config, sizes.vocab)
     moments = step_moments(
-        sizes, sharded_precision(config), shares.trained, 0.0, 2, logits, accumulates=accumulates
+        sizes, sharded_precision(config), trained, 0.0, 2, logits, accumulates=accumulates
     )
     if config.quantization != "nf4":
         return moments
@@ -658,7 +669,7 @@ def _zero_moments(
     parallelism: Parallelism,
     accumulates: bool,
     settings: ShardingSettings,
-    plain: dict[str, tuple[float, float, float]],
+    plain: Mapping[str, tuple[float, float, float]],
 ) -> dict[str, Moment]:
     """Return the memory at the moments of a step under DeepSpeed.
 

@@ -246,7 +246,7 @@ def test_what_is_left_out_for_what_others_need_does_not_fit(
     """
     case = task("rtx-4090", model=model, space=space, global_batch=batch)
     configs, limit_gib = candidates(case.space), device_limit_gib(case.device, 0.05)
-    each = {config: estimate(case, config, limit_gib) for config in configs}
+    each = {config: estimate(case, config, limit_gib, with_cost=False) for config in configs}
     fits = {
         config: one
         for config, one in each.items()
@@ -254,6 +254,18 @@ def test_what_is_left_out_for_what_others_need_does_not_fit(
     }
     assert plan_module._fitting(case, configs, limit_gib, ()) == (fits, [])
     assert len(fits) < len(configs)
+
+
+def test_only_the_winner_has_a_cost() -> None:
+    """The other configurations have the same estimates as with a cost."""
+    case = task("rtx-4090", model="mistral-7b")
+    limit_gib = device_limit_gib(case.device, 0.05)
+    fits, _ = plan_module._fitting(case, candidates(case.space), limit_gib, ())
+    for config, without in list(fits.items())[::100]:
+        whole = estimate(case, config, limit_gib)
+        assert whole and whole.cost and without == replace(whole, cost=None)
+    best = planned(case).best
+    assert best == estimate(case, best.config, limit_gib)
 
 
 def test_a_large_space_is_sampled_everywhere() -> None:
