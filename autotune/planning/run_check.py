@@ -36,7 +36,7 @@ from autotune.planning.device_estimate import (
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import adapt_to_model, locate_refusal, parse, read_file
 from autotune.planning.foreign_dataset import absent_dataset, local_dataset
-from autotune.planning.foreign_file import Refused
+from autotune.planning.foreign_file import MAX_COUNT, Refused
 from autotune.planning.foreign_knobs import FUSED_LOSS
 from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.foreign_swift import trl_as_swift
@@ -48,7 +48,7 @@ from autotune.planning.tool_words import changes_to
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
-from autotune.problem.gpu_counts import MOST_GPUS
+from autotune.problem.gpu_counts import MOST_GPUS, counted_gpu, parse_gpus
 from autotune.problem.length_distribution import SAYS, Lengths
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.setup import DEFAULT_TOKENS, notes_of_checkpoint, set_up
@@ -105,10 +105,15 @@ def check(
     """
     options = dict(options or {})
     run = read_file(file, options.get("objective"))
-    device = planned_device(options.get("gpu") or "auto")
+    gpus = options.pop("gpus", None)
+    count, gpu = counted_gpu(options.get("gpu") or "auto", gpus)
+    if count is not None:
+        (gpus,) = parse_gpus(count, most=MAX_COUNT)
+    device = planned_device(gpu)
+    if options.get("gpu"):
+        options["gpu"] = gpu
     name = options.get("model") or run.model
     model, assumption = find_model(name)
-    gpus = options.pop("gpus", None)
     try:
         run = shard_run(adapt_to_model(run, model), model, gpus)
     except Refused as refusal:

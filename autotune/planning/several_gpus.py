@@ -39,11 +39,11 @@ from autotune.problem.gpu_counts import (
     MOST_GPUS,
     NETWORKS,
     Counts,
+    counted_gpu,
     parse_gpus,
     parse_network,
     parse_nodes,
     parse_within,
-    split_count,
 )
 from autotune.problem.run_cost import FITS
 from autotune.problem.study_spec import StudySpec
@@ -73,12 +73,7 @@ def plan_spec(
     Raises UsageError if a value of the spec, a number of GPUs or hosts, or the deadline is invalid,
     or if no formula covers the model.
     """
-    spec_count, gpu = split_count(spec.gpu)
-    if spec_count is not None and gpus is not None:
-        raise UsageError(
-            f"--gpu says {spec_count} GPUs and --gpus {gpus}", remedy="leave out one of them"
-        )
-
+    spec_count, gpu = counted_gpu(spec.gpu, gpus)
     numbers = spec_count if gpus is None else gpus
     if numbers is None and nodes is not None:
         numbers = MOST_GPUS

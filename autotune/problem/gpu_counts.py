@@ -24,16 +24,16 @@ NETWORKS = {
 REACHED = 0.9
 
 
-def parse_gpus(given: Counts) -> tuple[int, ...]:
+def parse_gpus(given: Counts, most: int = MOST_GPUS) -> tuple[int, ...]:
     """Parse '1,2,4', or [1, 2, 4], to (1, 2, 4).
 
-    Raises UsageError for anything else, and for more GPUs than one host may have.
+    Raises UsageError for anything else, and for more GPUs than `most`, which one host may have.
     """
     numbers = _parse_counts("--gpus", given, "1,2,4,8")
-    if numbers[-1] > MOST_GPUS:
+    if numbers[-1] > most:
         raise UsageError(
-            f"--gpus {numbers[-1]}: up to {MOST_GPUS} GPUs of one host are supported",
-            remedy=f"give at most {MOST_GPUS}; `autotune plan` takes several hosts with --nodes",
+            f"--gpus {numbers[-1]}: up to {most} GPUs of one host are supported",
+            remedy=f"give at most {most}; `autotune plan` takes several hosts with --nodes",
         )
     return numbers
 
@@ -82,6 +82,16 @@ def split_count(gpu: str) -> tuple[str | None, str]:
     """Split a count from a name: '8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
     match = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
     return (match[1], match[2]) if match else (None, gpu)
+
+
+def counted_gpu(gpu: str, gpus: Counts | None) -> tuple[str | None, str]:
+    """Split a count from a name. Raises UsageError if `gpus` gives another count."""
+    count, name = split_count(gpu)
+    if count is not None and gpus is not None:
+        raise UsageError(
+            f"--gpu says {count} GPUs and --gpus {gpus}", remedy="leave out one of them"
+        )
+    return count, name
 
 
 def parse_within(within: str | float | None) -> float | None:

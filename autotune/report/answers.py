@@ -378,8 +378,11 @@ def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None
         return f"{who}: {config}, {numbers} (estimated)"
 
     if shown is None or shown.estimate is None:
-        number = len(plan.choices)
-        return f"No number of {card} trains {model}{pinned}: 0 of {number} plans are possible"
+        counts = {row.num_gpus for row in plan.rows}
+        who = f"No number of {card} trains"
+        if len(counts) == 1:
+            who = f"{min(counts)} {card} cannot train"
+        return f"{who} {model}{pinned}: 0 of {len(plan.choices)} plans are possible"
     need = f"{held_text(shown.estimate)} of {fmt_gib(plan.limit_gib)} on each GPU"
     if plan.fits:
         late = f", and no plan is known to end{deadline}" if deadline else ", at an unknown speed"

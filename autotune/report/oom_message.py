@@ -4,6 +4,7 @@ The message of torch has sizes: the GPU's memory, the memory of the tensors, and
 failed. It does not say which setting took the memory, so the answer names commands that do.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +18,8 @@ _IS_OOM = re.compile("|".join(map(re.escape, _WORDS)), re.IGNORECASE)
 _HOST = ("DefaultCPUAllocator", "std::bad_alloc")
 # A CUDA context and the libraries of one process take less than this outside torch's allocator.
 USUAL_OUTSIDE_GIB = 1.5
+# A single tensor of at least this share of the GPU's memory is seldom an activation of a layer.
+LARGE_SHARE = 0.1
 _LESS = "activation checkpointing, or half the micro batch size if it is on already"
 _COMMANDS = (
     "`autotune check FILE --gpu GPU` for a program with TRL or a file of TRL, Axolotl or "
@@ -86,7 +89,12 @@ class OomMessage:
             )
         if self.cause == "fragmentation":
             return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        return _LESS
+        return "half the micro batch size, or a loss in chunks" if self.is_large else _LESS
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the tensor that had no room takes a large share of the GPU's memory."""
+        return (self.requested_gib or 0.0) >= LARGE_SHARE * (self.capacity_gib or math.inf)
 
     def answer(self) -> tuple[str, ...]:
         """Return the answer in sentences; the first one has the cause and the first change."""
@@ -95,6 +103,12 @@ class OomMessage:
             sentences.append(
                 f"The tensors took {fmt_gib(self.allocated_gib)}, and the next one needed "
                 f"{fmt_gib(self.requested_gib)}. The training needs at least the sum."
+            )
+        if self.cause == "too large" and self.is_large:
+            sentences.append(
+                f"A tensor of {fmt_gib(self.requested_gib)} is often the logits of a micro batch "
+                "(4 bytes for each token and word of the vocabulary), which activation "
+                "checkpointing does not make smaller."
             )
         if self.cause == "too large":
             sentences.append(

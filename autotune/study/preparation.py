@@ -18,7 +18,7 @@ from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
 from autotune.prediction.projection import with_transfer
 from autotune.problem.dataset import full_path
-from autotune.problem.gpu_counts import split_count
+from autotune.problem.gpu_counts import counted_gpu
 from autotune.problem.setup import Setup, refuse_untrainable, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, find_target
@@ -122,14 +122,8 @@ def prepare_session(
 
 def _with_counted_gpu(spec: StudySpec) -> StudySpec:
     """Move the number in a card's name, such as 8 in 8xh100, to the field `gpus`."""
-    num_gpus, gpu = split_count(spec.gpu)
-    if num_gpus is None:
-        return spec
-    if spec.gpus is not None:
-        raise UsageError(
-            f"--gpu says {num_gpus} GPUs and --gpus {spec.gpus}", remedy="leave out one of them"
-        )
-    return replace(spec, gpu=gpu, gpus=num_gpus)
+    count, gpu = counted_gpu(spec.gpu, spec.gpus)
+    return spec if count is None else replace(spec, gpu=gpu, gpus=count)
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:

@@ -28,7 +28,10 @@ def check_command(
     gpu: Gpu = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs of one host that share the training. [the file's, or 1]"),
+        typer.Option(
+            min=1,
+            help="GPUs of one host that share the training (or --gpu 8xh100). [the file's, or 1]",
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="A known model of the same shape. [the file's model]")

@@ -1230,3 +1230,14 @@ def test_keys_that_the_tool_ignores_come_right_after_the_verdict(
     first, second, *_ = (text for _, text in lines(found))
     assert second.startswith("ignored by Axolotl 0.19: 'adaptor'; did you mean 'adapter'")
     assert "needs" in first and found.notes[0] == second
+
+
+def test_a_name_with_a_count_is_a_number_of_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nmax_length: 512\nbf16: true\n")
+    named = check(path, {"gpu": "2xh100", "objective": "sft"})
+    counted = check(path, {"gpu": "h100", "gpus": 2, "objective": "sft"})
+    assert named.checked.estimate.config.num_gpus == 2
+    assert named.device == counted.device and named.checked.estimate == counted.checked.estimate
+    with pytest.raises(UsageError, match="--gpu says 2 GPUs and --gpus 4"):
+        check(path, {"gpu": "2xh100", "gpus": 4})

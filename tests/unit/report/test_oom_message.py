@@ -81,3 +81,19 @@ def test_free_memory_counts_if_no_block_is_large_enough() -> None:
 @pytest.mark.parametrize("text", ["", "demo-3m-cpu", "RuntimeError: shapes do not match"])
 def test_other_texts_are_no_message(text: str) -> None:
     assert read_message(text) is None
+
+
+def test_a_large_tensor_is_often_the_logits_which_checkpointing_does_not_shrink() -> None:
+    """8 x 8,192 tokens of Llama 3 have logits of 31.31 GiB in 32 bits."""
+    assert round(65_536 * 128_256 * 4 / 2**30, 2) == 31.31
+    large = read_message(
+        "CUDA out of memory. Tried to allocate 31.31 GiB. GPU 1 has a total capacity of 79.25 GiB "
+        "of which 20.06 GiB is free. Of the allocated memory 55.49 GiB is allocated by PyTorch, "
+        "and 2.52 GiB is reserved by PyTorch but unallocated."
+    )
+    assert large is not None and large.cause == "too large"
+    first, *rest = large.answer()
+    assert "First change: half the micro batch size" in first
+    assert any("often the logits" in sentence for sentence in rest)
+    small = read_message(NEW)
+    assert small is not None and not any("logits" in one for one in small.answer())
