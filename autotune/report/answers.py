@@ -15,6 +15,7 @@ from autotune.core.probe_types import Evidence, Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_many, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.setup import WORTH_A_WARNING
 from autotune.problem.task import Task
 from autotune.report import describe
 from autotune.report.values.check import VERDICTS, CheckReport
@@ -121,7 +122,14 @@ def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
     work = task.workload
     assumed = " (assumed)" if work.examples_assumed else ""
     epochs = fmt_many(cost.epochs, "epoch")
-    run = f"{fmt_many(cost.examples, 'example')}{assumed} of {work.lengths}, {epochs}"
+    seq_len = estimated.config.seq_len
+    cut = work.truncated(seq_len)
+    kept = (
+        f", {100 * cut:.3g} % of the tokens cut off at {seq_len:,}"
+        if cut >= WORTH_A_WARNING
+        else ""
+    )
+    run = f"{fmt_many(cost.examples, 'example')}{assumed} of {work.lengths}{kept}, {epochs}"
     if price is None or cost.interval_usd is None:
         return f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR), for {run}"
     spot = f", {fmt_usd(cost.spot_usd)} at spot" if cost.spot_usd is not None else ""

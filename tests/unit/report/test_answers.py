@@ -55,6 +55,15 @@ def test_the_answer_of_a_plan_is_its_best_configuration() -> None:
     assert found.reason.startswith(made.reason) and found.details is made and has_all(found)
 
 
+def test_the_cost_says_how_many_tokens_are_cut_off() -> None:
+    """Rows of 4,096 tokens, the longest of the space, leave 60 % of 10,240 tokens out."""
+    made = autotune.plan(MODEL, gpu="a10", tokens_per_example=10_240)
+    assert made.best is not None and made.best.config.seq_len == 4_096
+    assert ", 60 % of the tokens cut off at 4,096, " in plan_answer(made).cost
+    whole = autotune.plan(MODEL, gpu="a10", tokens_per_example=512)
+    assert "cut off" not in plan_answer(whole).cost
+
+
 def test_a_plan_without_a_winner_has_one_need() -> None:
     """The verdict and the line on memory are about the same configuration."""
     for model, gpu, space, words in (
