@@ -126,6 +126,8 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(
         return memory_breakdown(resolve_model("mistral-7b"), config, micro_steps)
 
     monkeypatch.setattr(prediction, "memory_of", counted)
+    uncached = prediction._memory_by_formula.__wrapped__
+    monkeypatch.setattr(prediction, "_memory_by_formula", uncached)
     wide = replace(task(), space=task().space.pin("seq_len", 512))
     found = list(formula_seeds(wide, HERE, 75.0))
     asked = list(dict.fromkeys(asked))  # first all of them, then those that fit for each host
@@ -144,12 +146,12 @@ def test_a_speed_by_formula_is_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -
     in 12 s.
     """
     known, case = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0), task()
-    monkeypatch.setattr(prediction, "estimate_step_time", lambda *asked: known)
+    monkeypatch.setattr(prediction, "_reference_by_formula", lambda *asked: known)
     assert formula_speed(case, HERE) == pytest.approx(16_384 / 12)
     assert formula_speed(replace(case, device=resolve_device("a10")), HERE) == pytest.approx(
         16_384 / 12
     )
-    monkeypatch.setattr(prediction, "estimate_step_time", lambda *asked: None)
+    monkeypatch.setattr(prediction, "_reference_by_formula", lambda *asked: None)
     assert formula_speed(case, HERE) == 0.0
 
 
