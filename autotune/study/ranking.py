@@ -19,6 +19,7 @@ from autotune.problem.search_space import SearchSpace
 # configuration may lose to a slower one. If more than this share is free, free memory only decides
 # between configurations whose speeds tie.
 ROOMY = 0.1
+LEAST_SHOWN = 0.0005  # a smaller difference in cost would read 0.0%
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +130,12 @@ def explain_choice(
     capability = winner.config.capability
     tie = winner.ties(cheapest)
     extra = cheapest.score / winner.score - 1.0
-    cost = (
-        "at no measurable cost"
-        if tie
-        else f"for {extra:.1%} more cost than {best} (slack allows {slack:.0%})"
-    )
+    if tie:
+        cost = "at no measurable cost"
+    elif extra < LEAST_SHOWN:
+        cost = f"at the same cost as {best}"
+    else:
+        cost = f"for {extra:.1%} more cost than {best} (slack allows {slack:.0%})"
 
     if capability != cheapest.config.capability:
         return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"

@@ -50,6 +50,10 @@ def test_more_capable_within_the_slack_wins():
     )
     assert choose([fast, able], 0.03) is fast
     assert choose([fast, able], 0.0) is fast
+    as_fast = scored(103.96, lora_rank=64)
+    assert explain_choice(as_fast, [fast, as_fast], 0.05, RANKS, ()).endswith(
+        "instead of adamw_8bit, at the same cost as the cheapest"
+    )
 
 
 def test_the_slack_is_a_share_of_the_cost():
