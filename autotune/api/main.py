@@ -27,19 +27,20 @@ def main(
     *,
     say: Callable[[str], None] = lambda text: None,
     stop: StopToken | None = None,
+    began: float | None = None,
 ) -> RunOutcome:
     """Run or continue the study that `spec` describes, and render its answer.
 
     `say` receives a line for each step of the preparation. `open_progress` returns the display of
     the search; without it, the search is silent. The function closes everything that it opens. If
     an error occurs after the first probe, the files are still written, and the error becomes part
-    of the outcome.
+    of the outcome. The budget starts at `began`, a value of time.monotonic(), by default now.
 
     Raises:
         AutotuneError: the study could not begin.
     """
     stop = stop or StopToken()
-    plan = steps.prepare(spec, say)
+    plan = steps.prepare(spec, say, began=began)
     display = open_progress(plan) if open_progress else nullcontext(TextProgress())
 
     outcome = RunOutcome(plan=plan)  # the result if a stop request ends the `with` block early

@@ -50,9 +50,17 @@ class RunOutcome:
 # --- task
 
 
-def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> SessionPlan:
-    """Prepare a study, and find invalid options before GPU time is spent. Raises AutotuneError."""
-    return prepare_session(spec, say, partial(_adjust, spec, say))
+def prepare(
+    spec: StudySpec,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    began: float | None = None,
+) -> SessionPlan:
+    """Prepare a study, and find invalid options before GPU time is spent. Raises AutotuneError.
+
+    `began` is the time.monotonic() at which the command began, by default now.
+    """
+    return prepare_session(spec, say, partial(_adjust, spec, say), began=began)
 
 
 def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:

@@ -26,13 +26,16 @@ from autotune.problem.task import Task
 from autotune.study.storage.location import make_writable, shared_url, storage_url, study_directory
 from autotune.study.worker_group import further_cards, require_ray
 
+# The seconds that are kept for writing the report and the export, at most this share of the budget.
+ANSWER_S, ANSWER_SHARE = 1.5, 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
     """Everything that one session of a study needs: task, target, storage and time.
 
     `cards` has the GPU of each additional worker on this machine, or None for a worker on the CPU.
-    `started` is the time.monotonic() at which the budget starts: the start of the preparation plus
+    `started` is the time.monotonic() at which the budget starts: the start of the command plus
     `preparation_s`, the time for the setup, which reads the dataset.
     """
 
@@ -57,6 +60,11 @@ class SessionPlan:
         return self.setup.task.study
 
     @property
+    def search_until(self) -> float:
+        """The time.monotonic() at which the search ends, so that the budget covers the answer."""
+        return self.started + self.budget_s - min(ANSWER_S, ANSWER_SHARE * self.budget_s)
+
+    @property
     def device(self) -> str:
         """The device of the probes: "cpu" or "cuda"."""
         return "cpu" if self.target.card is None else "cuda"
@@ -66,17 +74,20 @@ def prepare_session(
     spec: StudySpec,
     say: Callable[[str], None] = lambda text: None,
     adjust: Callable[[Setup], Setup] = lambda setup: setup,
+    *,
+    began: float | None = None,
 ) -> SessionPlan:
     """Turn a spec into the plan of a session.
 
-    `adjust` may refine and check the setup before any file is written.
+    `adjust` may refine and check the setup before any file is written. `began` is the
+    time.monotonic() at which the command began, by default now.
 
     Raises:
         UsageError: options contradict each other, or name something that does not exist.
         EnvironmentProblem: the target is missing on this machine, or has too few GPUs.
         StorageError: the study's directory is not writable.
     """
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     try:
         budget_s = parse_duration(spec.budget)
     except ValueError as error:

@@ -250,7 +250,7 @@ class Leader:
         self._ahead = session.compile_ahead(self._num_ahead())
         self._before = read_record(plan.url, plan.study)  # the record of earlier sessions
         self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
-        session.until = plan.started + plan.budget_s
+        session.until = plan.search_until
         self._fingerprint = session.start_prober()
 
         target = plan.target
@@ -397,7 +397,7 @@ class Leader:
                 optimizer=self._optimizer,
                 evaluator=evaluator,
                 limits=limits,
-                started=plan.started,
+                started=session.until - plan.budget_s,
                 say=progress.say,
                 should_stop=stop,
                 coordinator=leases,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,6 +130,7 @@ def run_spec(
     spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False
 ) -> None:
     """Run or continue a study. Raises AutotuneError for every failure that a user can act on."""
+    began = time.monotonic()
     if not quiet and sys.stderr.isatty():  # print something before imports that take seconds
         title = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
         print_note(f"{title}: the answer comes after the search, which takes {spec.budget} at most")
@@ -153,7 +155,7 @@ def run_spec(
             yield display
 
     say = (lambda text: None) if quiet else partial(print, file=sys.stderr)
-    outcome = main(spec, shown, say=say, stop=stop)
+    outcome = main(spec, shown, say=say, stop=stop, began=began)
 
     if as_json and outcome.data is not None:
         sys.stdout.write(json.dumps(outcome.data) + "\n")

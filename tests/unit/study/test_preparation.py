@@ -124,6 +124,15 @@ def test_a_rank_is_played_only_where_its_speed_can_be_projected(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_budget_begins_with_the_command_and_covers_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preparation.time, "monotonic", lambda: 7.0)
+    assert prepare_session(spec(budget="2m"), began=5.0).search_until == 5.0 + 120.0 - 1.5
+    assert prepare_session(spec(budget="10s")).search_until == pytest.approx(7.0 + 10.0 - 0.2)
+
+
 def test_a_session_is_resolved_and_its_directory_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
