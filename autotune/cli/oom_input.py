@@ -8,6 +8,7 @@ from select import select
 
 from autotune.core.errors import UsageError
 from autotune.core.files import is_file, read_user_text
+from autotune.report.engine_message import read_engine_message
 from autotune.report.oom_message import OomMessage, read_message
 
 STDIN = "-"
@@ -32,15 +33,20 @@ def message_of(argument: str | None) -> OomMessage | None:
     elif is_file(Path(argument)):
         source, text = argument, read_user_text(Path(argument))
     else:
-        return read_message(argument)
+        return _read(argument)
 
-    if (message := read_message(text)) is None:
+    if (message := _read(text)) is None:
         raise UsageError(
             f"{source} has no out-of-memory error",
             remedy="pass the log with the error message of the training; for the file that "
             "configures a training, use `autotune check FILE`",
         )
     return message
+
+
+def _read(text: str) -> OomMessage | None:
+    """Read an error of torch or, if there is none, of a vLLM engine."""
+    return read_message(text) or read_engine_message(text)
 
 
 def _has_input() -> bool:

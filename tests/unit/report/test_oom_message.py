@@ -1,5 +1,6 @@
 import pytest
 
+from autotune.report.engine_message import read_engine_message
 from autotune.report.oom_message import read_message
 
 NEW = (
@@ -97,3 +98,54 @@ def test_a_large_tensor_is_often_the_logits_which_checkpointing_does_not_shrink(
     assert any("often the logits" in sentence for sentence in rest)
     small = read_message(NEW)
     assert small is not None and not any("logits" in one for one in small.answer())
+
+
+ENGINE_STARTS = (
+    "ValueError: Free memory on device cuda:0 (21.5/79.1 GiB) on startup is less than\ndesired GPU "
+    "memory utilization (0.9, 71.19 GiB). Decrease GPU memory utilization or reduce GPU memory "
+    "used by other processes."
+)
+NO_CACHE = "ValueError: No available memory for the cache blocks. Try increasing ..."
+SMALL_CACHE = (
+    "ValueError: To serve at least one request with the model's max seq len (40960), (5.62 GiB KV "
+    "cache is needed, which is larger than the available KV cache memory (3.1 GiB). Try ..."
+)
+OLD_CACHE = (
+    "The model's max seq len (4096) is larger than the maximum number of tokens that can be "
+    "stored in KV cache (3664)."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "answer"),
+    [
+        (
+            ENGINE_STARTS,
+            (79.1, 71.19, 21.5),
+            "vLLM asks for 71.2 GiB of the GPU of 79.1 GiB when it starts, and 21.5 GiB is free. "
+            "First change: a smaller vllm_gpu_memory_utilization, at most 0.27 here.",
+        ),
+        (NO_CACHE, (None, None, None), "vLLM's share of the GPU leaves too little for its cache. "),
+        (
+            SMALL_CACHE,
+            (None, 5.62, 3.1),
+            "vLLM's share of the GPU leaves only 3.10 GiB for its cache; the longest sequence "
+            "needs 5.62 GiB. First change: a larger vllm_gpu_memory_utilization, ",
+        ),
+        (
+            OLD_CACHE,
+            (None, None, None),
+            "vLLM's share of the GPU leaves too little for its cache. ",
+        ),
+    ],
+)
+def test_an_engine_without_room_gets_another_share(
+    text: str, sizes: tuple[float | None, ...], answer: str
+) -> None:
+    assert read_message(text) is None
+    message = read_engine_message(f"a line before\n{text}\nand one after")
+    assert message is not None
+    assert (message.capacity_gib, message.requested_gib, message.free_gib) == sizes
+    assert message.cause == ("engine start" if text == ENGINE_STARTS else "engine cache")
+    first, commands = message.answer()
+    assert first.startswith(answer) and "autotune plan --objective grpo" in commands
