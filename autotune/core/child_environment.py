@@ -73,10 +73,14 @@ def inherited_variables(parent: Mapping[str, str], named: Iterable[str] = ()) ->
     needed = {
         name
         for name, value in parent.items()
-        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES))
-        and not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and not is_secret(name, value)
     }
     return {name: parent[name] for name in needed.union(named)}
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether a variable looks like a secret, by its name or its value."""
+    return bool(SECRET_NAME.search(name) or SECRET_VALUE.search(value))
 
 
 def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:

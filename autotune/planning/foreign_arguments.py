@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.core.child_environment import is_secret
 from autotune.core.errors import UsageError
 from autotune.core.files import is_file, load_yaml, read_user_text
 from autotune.planning.foreign_file import SHELL
@@ -56,6 +57,7 @@ _WHOLE = re.compile(r"\$\{?(\w+)(\[[@*]\])?\}?")
 _OWN_WORDS = re.compile(r"\$\{?[@*](?::\d+)?\}?")
 _SETS = re.compile(r"(?:^|[\s;&(])(?:export\s+|read\s+|for\s+)?(\w+)(?=\+?=|\s+in\s)")
 _DEPTH = 4  # variables inside the defaults of variables
+HIDDEN = "<hidden>"
 # A computation with whole numbers, as in $(expr 16 / 4) and $((16 / 4))
 _COMPUTED = re.compile(r"\$\((?:expr\s+|\()([-+*/\\\w\s]{1,99})\)?\)")
 _UNKNOWN = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)")
@@ -183,7 +185,8 @@ class _Shell:
 
     `given` has the variables that the script sets, with None for a value that is unknown.
     `assumed` collects the variables with a value that the script only has by default, or that the
-    shell's environment has.
+    shell's environment has. A note shows them, so HIDDEN takes the place of a secret. A number is no
+    secret, although a name such as MAX_TOKENS looks like one.
     """
 
     given: dict[str, str | None] = field(default_factory=dict)
@@ -243,7 +246,10 @@ class _Shell:
                 return use[0]
             value = other
         if name not in self.given:
-            self.assumed[name] = str(value)
+            value = str(value)
+            if is_secret(name, value) and not value.isdigit():
+                return HIDDEN
+            self.assumed[name] = value
         if sign == "=":
             self.given[name] = value
         return str(value)

@@ -290,6 +290,22 @@ def test_the_environment_replaces_defaults_and_both_are_named(
     assert any("this environment: LEN_OF=128" in one for one in found.notes)
 
 
+def test_no_secret_of_the_environment_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number such as MAX_TOKENS is none."""
+    monkeypatch.setenv("HF_TOKEN", "canary-hub")
+    monkeypatch.setenv("DATABASE", "postgresql://me:canary-password@host/db")
+    monkeypatch.setenv("MAX_TOKENS", "128")
+    script = (
+        "swift sft --model Qwen/Qwen2.5-7B --dataset a --hub_token $HF_TOKEN --max_length"
+        " $MAX_TOKENS --output_dir ${DATABASE} --run_name ${A_TOKEN:-canary-default}"
+    )
+    found = program(tmp_path, "", script)
+    assert found.config.seq_len == 128 and "canary" not in str(found)
+    assert any("values of this environment: MAX_TOKENS=128" in one for one in found.notes)
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
