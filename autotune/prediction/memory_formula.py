@@ -417,7 +417,7 @@ def with_tiles(memory: MemoryBreakdown, config: TrainConfig) -> MemoryBreakdown:
     return replace(
         memory,
         reserved=memory.reserved + TILED_SHARE * memory.peak_reserved_gib,
-        own_error=max(memory.own_error or 0.0, TILED_SHARE),
+        own_error=max(memory.error, TILED_SHARE),
     )
 
 
