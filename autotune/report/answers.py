@@ -642,7 +642,7 @@ def study_answer(recipe: Recipe) -> Answer:
     number = {name: one.text for name, one in describe.numbers(winner).items()}
     card = ""
     if recipe.example_gib is not None:
-        card = f" on an example GPU of {fmt_gib(recipe.example_gib)}"
+        card = f" on an example card of {fmt_gib(recipe.example_gib)}"
 
     return Answer(
         answer=winner.config.label(),

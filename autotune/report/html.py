@@ -126,7 +126,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
     useful = f"without padding and cut-off tokens{trained_tokens_text(recipe)}{mfu}"
     free = f"{text['free below the limit']} free of a limit of {_keep_together(text['limit'])}"
-    free += "" if recipe.example_gib is None else " on an example GPU"
+    free += "" if recipe.example_gib is None else " on an example card"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     usd += f"; {describe.workload(recipe.workload)}"
 

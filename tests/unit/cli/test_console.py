@@ -334,5 +334,5 @@ def test_the_limit_of_an_example_card_is_called_one() -> None:
     said = {
         field.name: field.text for field in answer(study, replace(study.recipe, example_gib=0.3))
     }
-    assert said["memory"].endswith("is the limit on an example GPU of 0.30 GiB")
-    assert "example GPU" not in " ".join(field.text for field in answer(study, study.recipe))
+    assert said["memory"].endswith("is the limit on an example card of 0.30 GiB")
+    assert "example card" not in " ".join(field.text for field in answer(study, study.recipe))
