@@ -51,7 +51,7 @@ class Price:
         return 7 * self.usd_per_day
 
     def multiply(self, number: float) -> "Price":
-        """Return the price of `number` times as many GPUs, rented together."""
+        """Return the price of `number` times these GPUs, rented together."""
         if number == 1:
             return self
         spot = self.spot_usd_per_hour

@@ -1,6 +1,6 @@
 """The output of `autotune run`: its progress on stderr, and the answer on stdout.
 
-On a terminal, the progress is a live status; elsewhere, it is plain lines.
+The progress is a live status on a terminal, and plain lines elsewhere.
 """
 
 import json

@@ -32,7 +32,7 @@ GROUPS = {
     "Reference": ("gpus", "models", "prices", "spaces", "suites", "schema"),
 }
 
-# Names of an option that mean the same in all commands, of which each command documents one
+# Other spellings of an option, which every command accepts. A command documents one spelling.
 SPELLINGS = {"methods": "method"}
 # A command with more options shows them in panels.
 FEW_OPTIONS = 20

@@ -50,7 +50,7 @@ def _read(text: str) -> OomMessage | None:
 
 
 def _has_input() -> bool:
-    """Return whether stdin is a file, or a pipe in which a text waits; this does not block."""
+    """Return, without blocking, whether stdin is a file or a pipe that holds text."""
     try:
         number = sys.stdin.fileno()
         kind = os.fstat(number).st_mode

@@ -192,7 +192,6 @@ class CountedStep:
         """
         counter = self._counter
         trained = trained_parameters(self._model)
-        in_backward = self._config.optimizer_in_backward
         counter.hold_module(self._model)
         built = counter.live
         evaluates = self._request.micro_steps == 0
@@ -226,7 +225,7 @@ class CountedStep:
 
             if not evaluates:
                 self._enter("optimizer")
-            if not (evaluates or in_backward):
+            if not (evaluates or self._config.optimizer_in_backward):
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 steps[0]()
             self._outputs = None

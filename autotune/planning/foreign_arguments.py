@@ -185,8 +185,8 @@ class _Shell:
 
     `given` has the variables that the script sets, with None for a value that is unknown.
     `assumed` collects the variables with a value that the script only has by default, or that the
-    shell's environment has. A note shows them, so HIDDEN takes the place of a secret. A number is no
-    secret, although a name such as MAX_TOKENS looks like one.
+    shell's environment has. A note shows them, so HIDDEN takes the place of a secret. A number is
+    no secret, although a name such as MAX_TOKENS looks like one.
     """
 
     given: dict[str, str | None] = field(default_factory=dict)

@@ -475,12 +475,17 @@ def _other_tool(values: dict[str, Any]) -> str:
     return ""
 
 
-def _read(file: File, tool: str) -> ForeignConfig:
-    """Read a tool's file as a training run. The field `values` of the run stays empty."""
+def _note_sources(file: File) -> None:
+    """Note the named files that are absent, and the values that come from elsewhere."""
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
     file.note(file.has(ASSUMED), "assumed_arguments", names=file.values.get(ASSUMED))
     file.note(file.has(SHELL), "shell_variables", values=file.values.get(SHELL))
+
+
+def _read(file: File, tool: str) -> ForeignConfig:
+    """Read a tool's file as a training run. The field `values` of the run stays empty."""
+    _note_sources(file)
 
     # If a key is both in one of these mappings and at the top level, the tools use the mapping's
     # value.

@@ -472,8 +472,8 @@ def find_longest(
     """Return the query (a `Longest`), and the longest row of each method.
 
     An entry of `methods` may hold several names with commas between them. With `probe`, rows are
-    verified on this machine's GPU if possible. Raises UsageError for an
-    unknown method, knob or card, and any error that a probe raises.
+    verified on this machine's GPU if possible. Raises UsageError for an unknown method, knob or
+    card, and any error that a probe raises.
     """
     target = _target_here(gpu) if probe and is_installed("torch") else None
     device = target.device if target else planned_device(gpu)

@@ -64,7 +64,7 @@ def verify(
     No other process may use the device. `form` is one of FORMATS, by default the format of the
     probed trainer. The run evaluates at the start and at the end, and then saves adapters, because
     full runs can also fail in an evaluation or a save. The log of the run is in `out`, the study's
-    directory. A run that is stopped says what its steps took so far.
+    directory. A stop request prints the mean time of the steps so far.
 
     Raises:
         Cancelled: `should_stop` returned true.
@@ -119,7 +119,7 @@ def verify(
 def _prediction(
     recipe: Recipe, form: str, steps: int, tolerance: float, *, soak: bool
 ) -> Verification:
-    """Return what the study promises for a run of `steps` steps; the first is not timed."""
+    """Return the study's prediction for a run of `steps` steps. The first step is not timed."""
     winner = recipe.winner
     return Verification(
         config=winner.config,
@@ -237,7 +237,7 @@ class _StepReporter:
             self._compare(line)
 
     def stopped(self) -> None:
-        """Say what the steps took, if a stop request ends the run after some timed steps."""
+        """Say the mean time of the timed steps so far, when a stop request ends the run."""
         if self._done > 1 and self._timed_s:
             step_s = self._timed_s / (self._done - 1)
             self._say(
