@@ -3,7 +3,7 @@
 import math
 import os
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -52,6 +52,26 @@ class InvalidSpec(UsageError, ValueError):
         super().__init__(message, remedy="see `autotune run --help`")
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The finite numbers from `least` to `most`, of which `least` or `most` may be excluded."""
+
+    least: float
+    most: float = math.inf
+    excluded: float | None = None
+
+    def __call__(self, value: float) -> bool:
+        """Return whether a value is one of these numbers."""
+        return self.least <= value <= self.most and value not in (self.excluded, math.inf)
+
+    def __str__(self) -> str:
+        if self.most == math.inf:
+            more_than = self.excluded == self.least
+            return f"more than {self.least}" if more_than else f"{self.least} or more"
+        most = "10**15" if self.most == MAX_COUNT else f"{self.most:,}"
+        return f"{self.least} {'to below' if self.excluded == self.most else 'to'} {most}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """The command-line option of a field of StudySpec, and the field's possible values.
@@ -70,6 +90,17 @@ class Option:
     choices: tuple[str, ...] = ()
     is_rare: bool = False
 
+    def expected(self, types: Collection[type]) -> str:
+        """Return what a value must be, such as "a whole number, 1 or more", or "" if unknown.
+
+        `types` are the types of the field.
+        """
+        if self.choices:
+            return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
+        if isinstance(self.allows, Numbers):
+            return f"a {'number' if float in types else 'whole number'}, {self.allows}"
+        return "true or false" if bool in types else ""
+
 
 def _option(default: Any, help: str, **details: Any) -> Any:
     """Return a field of StudySpec with its Option.
@@ -84,7 +115,7 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
 def _count(default: int | None, help: str, **details: Any) -> Any:
     """Return a field of StudySpec for a number that is 1 or more."""
-    return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
+    return _option(default, help, allows=Numbers(1, MAX_COUNT), **details)
 
 
 def _choice(default: str | None, choices: Iterable[str], help: str, **details: Any) -> Any:
@@ -95,7 +126,7 @@ def _choice(default: str | None, choices: Iterable[str], help: str, **details: A
 
 def _share(default: float | None, help: str, **details: Any) -> Any:
     """Return a field of StudySpec for a number from 0 to 1."""
-    return _option(default, help, allows=lambda value: 0 <= value <= 1, **details)
+    return _option(default, help, allows=Numbers(0, 1), **details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +312,7 @@ class StudySpec:
     num_generations: int | None = _option(
         None,
         "For grpo: completions to each prompt.",
-        allows=lambda number: 2 <= number <= MAX_COUNT,
+        allows=Numbers(2, MAX_COUNT),
         shown_default="8",
     )
     prompts_per_step: int | None = _count(
@@ -296,13 +327,13 @@ class StudySpec:
     beta: float | None = _option(
         None,
         "For grpo: weight of the distance from the untrained model; above 0, it computes too.",
-        allows=lambda beta: 0 <= beta < math.inf,
+        allows=Numbers(0),
         shown_default="0",
     )
     eval_share: float = _option(
         0.0,
         "Share of the examples that the full run holds out and evaluates.",
-        allows=lambda share: 0 <= share <= 0.5,
+        allows=Numbers(0, 0.5),
         is_rare=True,
     )
     eval_steps: int | None = _count(
@@ -320,14 +351,14 @@ class StudySpec:
     interruptions_per_day: float | None = _option(
         None,
         "Mean number of times a day that the cloud takes a spot instance back.",
-        allows=lambda number: 0 <= number <= 1440,
+        allows=Numbers(0, 1440),
         shown_default="1 is assumed, and 0 to 6 for the interval",
         is_rare=True,
     )
     restart_minutes: float = _option(
         10.0,
         "Paid minutes from the loss of a spot instance to the next training step.",
-        allows=lambda minutes: 0 <= minutes <= 1440,
+        allows=Numbers(0, 1440),
         is_rare=True,
     )
     report_to: str = _choice(
@@ -347,15 +378,15 @@ class StudySpec:
     memory_gib: float | None = _option(
         None,
         "Use at most this number of GiB of the device's memory.",
-        allows=lambda size: 0 < size < math.inf,
+        allows=Numbers(0, excluded=0),
     )
     headroom: float = _option(
-        HEADROOM, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
+        HEADROOM, "Share of the memory that must stay free.", allows=Numbers(0, 0.9, excluded=0.9)
     )
     price: float | None = _option(
         None,
         "Price of a GPU in USD per hour, instead of the catalogue's.",
-        allows=lambda price: 0 <= price < math.inf,
+        allows=Numbers(0),
     )
     prices: str | None = _option(
         None, "File with your own prices (`autotune prices` shows the format).", metavar="FILE"
@@ -434,9 +465,7 @@ class StudySpec:
         " auto (on a GPU, with 4 cores or more), always, or never.",
         is_rare=True,
     )
-    seed: int = _option(
-        0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31, is_rare=True
-    )
+    seed: int = _option(0, "Seed of the search.", allows=Numbers(0, 2**31 - 1), is_rare=True)
     study: str | None = _option(
         None, "Name of the study; an existing study is continued.", allows=str.isprintable
     )
@@ -451,8 +480,8 @@ class StudySpec:
             if option and not (
                 _has_type(value, item.type) and (value is None or option.allows(value))
             ):
-                *others, last = option.choices or ("",)
-                only = f": it is {', '.join(others)} or {last}" if others else ""
+                expected = option.expected(_types(item.type))
+                only = f": it is {expected}" if expected else ""
                 raise InvalidSpec(f"{item.name} cannot be {value!r}{only}")
 
         if not isinstance(self.pins, dict):
@@ -626,13 +655,18 @@ def _spec_file(path: Path) -> Path:
     return shipped[str(path)]
 
 
+def _types(annotation: Any) -> tuple[type, ...]:
+    """Return the annotated types: those of a union, or a single one."""
+    members = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return tuple(get_origin(member) or member for member in members)
+
+
 def _has_type(value: Any, annotation: Any) -> bool:
     """Return whether a value has the annotated type, which is a class or a union of classes.
 
     An int is accepted as a float. A bool is accepted neither as an int nor as a float.
     """
-    members = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    allowed = tuple(get_origin(member) or member for member in members)
+    allowed = _types(annotation)
     if isinstance(value, bool):
         return bool in allowed
     return isinstance(value, allowed) or (float in allowed and isinstance(value, int))

@@ -386,7 +386,7 @@ def _smaller_batch(config: TrainConfig) -> Advice:
 def _activations(config: TrainConfig) -> Advice:
     """Advise recomputation, then offloading, and smaller micro batches."""
     if config.checkpoint_every != 1:
-        why = "recomputes activations in the backward pass, which costs about one more forward pass"
+        why = "recomputes all layers in the backward pass: in all, about one more forward pass"
         yield "checkpointing", "full", why
     elif config.micro_batch_size == 1 and not config.offloads:
         why = (

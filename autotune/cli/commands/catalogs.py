@@ -8,21 +8,33 @@ import typer
 
 from autotune.cli.options import Details, Json
 from autotune.cli.terminal import print_answer_json, print_json, print_table, print_text
-from autotune.core.units import DASH, fmt_count, fmt_usd
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autotune.catalog import DeviceSpec, Price
+    from autotune.catalog import DeviceSpec, ModelSpec, Price
 
 
-def gpus(json_: Json = False, details: Details = False) -> None:
-    """Print every GPU of the catalogue with its default price per hour and its price to buy."""
-    from autotune.catalog import age, find_price, find_purchase, list_devices
+def gpus(
+    name: Annotated[
+        str | None, typer.Argument(help="Part of a GPU's name; all GPUs by default.")
+    ] = None,
+    json_: Json = False,
+    details: Details = False,
+) -> None:
+    """Print the GPUs of the catalogue with their default price per hour and their price to buy.
 
-    rows = [
-        (device, find_price(device.name), find_purchase(device.name)) for device in list_devices()
-    ]
+    Raises UsageError if no GPU is called `name`.
+    """
+    from autotune.catalog import age, find_price, find_purchase, list_devices, resolve_device
+
+    devices: Sequence[DeviceSpec] = list_devices()
+    if name is not None:
+        devices = [device for device in devices if _plain(name) in _plain(device.name)] or [
+            resolve_device(name)
+        ]
+    rows = [(device, find_price(device.name), find_purchase(device.name)) for device in devices]
 
     today = date.today()
     if json_:
@@ -35,11 +47,15 @@ def gpus(json_: Json = False, details: Details = False) -> None:
         print_answer_json(answer)
         return
 
-    sizes = [device.memory_gib for device, _, _ in rows if device.memory_gib]
-    cards = [device for device, _, _ in rows if device.kind != "cpu"]
-    print_text(
-        f"{len(cards)} GPUs with {min(sizes):.0f} to {max(sizes):.0f} GiB of memory are known"
-    )
+    sizes = sorted(device.memory_gib for device in devices if device.memory_gib)
+    cards = [device for device in devices if device.kind != "cpu"]
+    if len(devices) == 1:
+        size = f"{fmt_gib(sizes[0])} of memory" if sizes else "the memory of the machine"
+        print_text(f"{devices[0].name} has {size}")
+    else:
+        print_text(
+            f"{len(cards)} GPUs with {sizes[0]:.0f} to {sizes[-1]:.0f} GiB of memory are known"
+        )
     print_text(
         "Peak rates are without sparsity. Prices are not quotes; --price sets another price."
     )
@@ -75,18 +91,35 @@ def gpus(json_: Json = False, details: Details = False) -> None:
     )
 
 
-def models(json_: Json = False, details: Details = False) -> None:
-    """Print every model of the catalogue; with `details`, also aliases, layers and vocabulary."""
-    from autotune.catalog import list_models
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Part of a model's name; all models by default.")
+    ] = None,
+    json_: Json = False,
+    details: Details = False,
+) -> None:
+    """Print the models of the catalogue; with `details`, also aliases, layers and vocabulary.
 
-    specs = list_models()
+    Raises UsageError if no model is called `name`.
+    """
+    from autotune.catalog import list_models, resolve_model
+
+    specs: Sequence[ModelSpec] = list_models()
+    if name is not None:
+        specs = [spec for spec in specs if _plain(name) in _plain(spec.name)] or [
+            resolve_model(name)
+        ]
     if json_:
         print_answer_json(specs)
         return
 
     sizes = [spec.params for spec in specs if spec.params]
-    least, most = (fmt_count(size / 1e9) for size in (min(sizes), max(sizes)))
-    print_text(f"{len(specs)} models with {least} to {most} billion parameters are known")
+    if len(specs) == 1:
+        size = f"{fmt_count(sizes[0] / 1e9)} billion parameters" if sizes else "an unknown size"
+        print_text(f"{specs[0].name} has {size}")
+    else:
+        least, most = (fmt_count(size / 1e9) for size in (min(sizes), max(sizes)))
+        print_text(f"{len(specs)} models with {least} to {most} billion parameters are known")
     print_text("A local directory or the name of any other model on the Hub works too.")
     columns = {"name": "left", "billion": "right", "context": "right"}
     cells = [
@@ -110,6 +143,11 @@ def models(json_: Json = False, details: Details = False) -> None:
             for row, spec in zip(cells, specs, strict=True)
         ],
     )
+
+
+def _plain(name: str) -> str:
+    """Return a name in lower case without what separates its parts."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def prices(

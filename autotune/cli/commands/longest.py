@@ -79,7 +79,7 @@ def longest(
     """
     from autotune.api import longest as find
     from autotune.cli.study_options import pins_of
-    from autotune.planning.longest import longest_answer
+    from autotune.planning.longest import STEP, longest_answer
     from autotune.report.answers import row_answer
 
     with stop_on_signals() as stop, notes_last() as say:
@@ -118,7 +118,7 @@ def longest(
     if not any(row.tokens for row in rows):
         leaner = "" if any(row.method == "qlora" for row in rows) else "--method qlora, "
         raise NothingFits(
-            f"not even the shortest sequence of {query.model.short} fits {query.device.name}",
+            f"{query.model.short} does not fit {query.device.name}, not even with {STEP:,} tokens",
             remedy=f"try {leaner}a smaller model, or a larger GPU (`autotune compare`)",
         )
 

@@ -308,6 +308,10 @@ def oom(
     try:
         report = oom_report(load_study(study, storage).summary)
     except UsageError as error:
+        if study and len(study.split()) > 1:
+            problem = "this text has no out-of-memory error, and no study has this name"
+            whole = "pass the whole message in quotation marks, its log file, or - for stdin"
+            raise UsageError(problem, remedy=whole) from None
         raise UsageError(str(error), remedy=f"{error.remedy}; {MESSAGE_FORMS}") from None
     if json_:
         print_answer_json(report)

@@ -50,6 +50,24 @@ def test_gpus_as_json():
     assert rows["cpu"]["bf16_tflops"] is None
 
 
+def test_a_part_of_a_name_selects_gpus_and_models():
+    names = {row["name"] for row in json.loads(output("gpus", "RTX 4090", "--json"))}
+    assert names == {"rtx-4090", "rtx-4090-laptop"}
+    assert output("gpus", "v100-pcie-16").startswith("v100-pcie-16gb has 15.8 GiB of memory\n")
+    assert output("gpus", "cpu").startswith("cpu has the memory of the machine\n")
+    assert {row["name"] for row in json.loads(output("gpus", "a10g", "--json"))} == {"a10g"}
+
+    names = {row["name"] for row in json.loads(output("models", "qwen3-8b", "--json"))}
+    assert "Qwen/Qwen3-8B" in names
+    assert all("qwen3-8b" in name.lower() for name in names)
+    assert output("models", "demo").startswith("demo-3m has 0.00315 billion parameters\n")
+
+    for command, what in (("gpus", "gpu"), ("models", "model")):
+        failed = CliRunner().invoke(app, [command, "nosuch"])
+        assert isinstance(failed.exception, UsageError)
+        assert str(failed.exception).startswith(f"unknown {what} 'nosuch'")
+
+
 def test_models():
     lines = output("models").splitlines()
     row = next(line for line in lines if " demo-3m " in line)
@@ -137,8 +155,10 @@ def test_version_and_help():
         (["run"], "no model is given"),
         (["plan", "--spec", "qwen-7"],
          "cannot read qwen-7: No such file or directory; did you mean 'qwen-7b'?"),
-        (["run", "--model", "demo-3m", "--epochs", "0"], "epochs cannot be 0"),
-        (["run", "--model", "demo-3m", "--price", "nan"], "price cannot be nan"),
+        (["run", "--model", "demo-3m", "--epochs", "0"],
+         "epochs cannot be 0: it is a whole number, 1 to 10**15"),
+        (["run", "--model", "demo-3m", "--price", "nan"],
+         "price cannot be nan: it is a number, 0 or more"),
         (["run", "--model", "demo-3m", "--budget", "soon"],
          "--budget: 'soon' is not a duration; write it like 90s, 10m or 1h30m"),
         (["run", "--model", "demo-3m", "--set", "seq_len"], "--set 'seq_len' is not NAME=VALUE"),

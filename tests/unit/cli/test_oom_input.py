@@ -52,6 +52,13 @@ def test_a_silent_pipe_is_not_waited_for(stdin: int) -> None:
     os.close(stdin)
 
 
+def test_a_text_that_is_no_study_is_refused_as_a_text(stdin: int) -> None:
+    with pytest.raises(UsageError, match="this text has no out-of-memory error") as caught:
+        studies.oom("something else went wrong")
+    assert "the whole message" in caught.value.remedy
+    os.close(stdin)
+
+
 @pytest.mark.parametrize("argument", ["run.yaml", "-"])
 def test_a_text_without_an_error_is_refused(stdin: int, argument: str) -> None:
     Path("run.yaml").write_text("model_name_or_path: Qwen/Qwen3-8B\n")

@@ -115,11 +115,37 @@ COUNTS = (
     + [("price", value) for value in (-0.01, math.nan, math.inf)]
     + [("headroom", value) for value in (-0.01, 0.9, math.nan)]
     + [(name, value) for name in ("slack", "max_truncated") for value in (-0.01, 1.01, math.nan)]
-    + [("seed", value) for value in (-1, 2**31)]
-    + [("study", value) for value in ("a\nb", "a\0", "\x1b[31m", "\udcff")],
+    + [("seed", value) for value in (-1, 2**31)],
 )
 def test_an_impossible_value_is_a_usage_error(name, value):
-    assert failure(None, {"model": "m", name: value}) == f"{name} cannot be {value!r}"
+    said = failure(None, {"model": "m", name: value})
+    assert said.startswith(f"{name} cannot be {value!r}: it is a ")
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\0", "\x1b[31m", "\udcff"])
+def test_the_name_of_a_study_is_printable(value):
+    assert failure(None, {"model": "m", "study": value}) == f"study cannot be {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "possible"),
+    [
+        ("epochs", 0, "a whole number, 1 to 10**15"),
+        ("num_generations", 1, "a whole number, 2 to 10**15"),
+        ("seed", "many", "a whole number, 0 to 2,147,483,647"),
+        ("price", -1, "a number, 0 or more"),
+        ("memory_gib", 0, "a number, more than 0"),
+        ("headroom", 0.9, "a number, 0 to below 0.9"),
+        ("eval_share", 0.7, "a number, 0 to 0.5"),
+        ("interruptions_per_day", 5000, "a number, 0 to 1,440"),
+        ("fresh", "yes", "true or false"),
+    ],
+)
+def test_an_impossible_value_is_answered_with_the_possible_ones(name, value, possible):
+    assert (
+        failure(None, {"model": "m", name: value})
+        == f"{name} cannot be {value!r}: it is {possible}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,8 +189,10 @@ def test_extreme_values_that_are_possible(name, value):
         ("model: m\nepochs: 1.5\n", "FILE:2: epochs: Input should be a valid integer, got a number"
          " with a fractional "
          "part"),
-        ("model: m\nepochs: -1\n", "FILE:2: the file: epochs cannot be -1"),
-        ("model: m\nseed: 1\nprice: .nan\n", "FILE:3: the file: price cannot be nan"),
+        ("model: m\nepochs: -1\n",
+         "FILE:2: the file: epochs cannot be -1: it is a whole number, 1 to 10**15"),
+        ("model: m\nseed: 1\nprice: .nan\n",
+         "FILE:3: the file: price cannot be nan: it is a number, 0 or more"),
         ('model: m\nstudy: "a\\e[31m"\n', "FILE:2: the file: study cannot be 'a\\x1b[31m'"),
         ("model: m\nexamples: 1\ntokens: 1\n",
          "FILE:1: the file: give examples or tokens, not both"),
@@ -321,7 +349,8 @@ def test_the_least_and_the_most_of_each_number(name, least, most):
 
 @pytest.mark.parametrize("value", [-0.01, 0.501, math.nan])
 def test_half_of_the_examples_may_be_held_out(value):
-    assert failure(None, {"model": "m", "eval_share": value}) == f"eval_share cannot be {value!r}"
+    said = f"eval_share cannot be {value!r}: it is a number, 0 to 0.5"
+    assert failure(None, {"model": "m", "eval_share": value}) == said
 
 
 def test_the_help_shows_the_default_that_holds():
