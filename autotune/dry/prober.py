@@ -12,6 +12,7 @@ process or a busy machine, so the next command tries again.
 
 import gzip
 import json
+import math
 import os
 import selectors
 import subprocess
@@ -58,6 +59,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl"
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
 POLL_S = 0.1  # seconds between two checks of whether the user asked to stop
+SAY_EACH_S = 2.0  # the shortest time between two messages about the progress
 LONGEST_S = 300.0  # the longest wait for one answer, including the start of the process
 
 
@@ -84,6 +86,9 @@ class DryProber:
         self._refusals: dict[str, DryAnswer] = {}
         # While an answer is awaited, a result of True ends the process and raises Cancelled.
         self.should_stop: Callable[[], bool] = lambda: False
+        # Gets the configuration that is counted, at most once in SAY_EACH_S seconds.
+        self.say: Callable[[str], None] = lambda text: None
+        self._said_at = -math.inf
 
     def __enter__(self) -> "DryProber":
         return self
@@ -120,6 +125,10 @@ class DryProber:
         return answer
 
     def _count_uncached(self, request: ProbeRequest, other: OtherTrainer) -> DryAnswer:
+        if time.monotonic() - self._said_at >= SAY_EACH_S:
+            self._said_at = time.monotonic()
+            self.say(f"counting the memory of {request.config.label()} without a GPU")
+
         if request.depth is not None:
             return self._ask_for(request, other)
         shape = self.describe(request.model)

@@ -112,6 +112,18 @@ def stop_counting_if(should_stop: Callable[[], bool]) -> Iterator[None]:
         prober.should_stop = before
 
 
+@contextmanager
+def counting_says(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside this block, `say` gets the configuration that a dry probe counts."""
+    prober = _prober()
+    before = prober.say
+    prober.say = say
+    try:
+        yield
+    finally:
+        prober.say = before
+
+
 @functools.cache
 def _prober() -> DryProber:
     """Return this process's prober; one worker process answers all its requests."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune.cli.answers import print_answer
+from autotune.cli.commands.notes import estimate_notes
 from autotune.cli.options import Details, Evidence, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
-from autotune.cli.terminal import notes_last, print_answer_json
+from autotune.cli.terminal import print_answer_json
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_usd
@@ -119,7 +120,7 @@ def compare_command(
     )
     numbers = parse_sizes(sizes)
 
-    with notes_last() as say:
+    with estimate_notes() as say:
         comparison = compare(
             [spec_of(options | {"model": name}) for name in model or (None,)],
             gpus=_cards(gpus, buy),

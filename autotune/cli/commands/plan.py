@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune.cli.answers import print_answer
+from autotune.cli.commands.notes import estimate_notes
 from autotune.cli.options import Details, Evidence, Gpu, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
 from autotune.cli.terminal import (
-    notes_last,
     print_answer_json,
     print_lines,
     print_table,
@@ -122,7 +122,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
         plan_named_configs(spec, device, evidence=evidence, as_json=as_json, details=details)
         return
 
-    with notes_last() as say:
+    with estimate_notes() as say:
         observations = known_observations(evidence, say)
         result = make_plan(spec, device=device, observations=observations, say=say, counted=True)
         if as_json:
@@ -162,7 +162,7 @@ def plan_grpo(
             remedy="name one GPU, and leave --gpus, --nodes, --network and --within out",
         )
 
-    with notes_last() as say:
+    with estimate_notes() as say:
         result = plan_rollouts(spec, say=say)
         if as_json:
             print_answer_json(result)
@@ -190,7 +190,7 @@ def plan_named_configs(
     from autotune.planning.observations import known_observations
     from autotune.study.named_configs import SourcedResult
 
-    with notes_last() as say:
+    with estimate_notes() as say:
         results = estimate_named_configs(
             spec,
             device=device,
@@ -269,7 +269,7 @@ def plan_card(
         return trainable_answer(result, today)
 
     device = planned_device(spec.gpu)
-    with notes_last() as say:
+    with estimate_notes() as say:
         result = trainable(spec, device, observations=known_observations(evidence, say), say=say)
         if as_json:
             print_answer_json(result)
@@ -309,7 +309,7 @@ def plan_several(
     from autotune.problem.search_space import ways_to_fit
 
     within = query["within"]
-    with notes_last() as say:
+    with estimate_notes() as say:
         result = plan_spec(spec, **query, observations=known_observations(evidence, say), say=say)
         if as_json:
             print_answer_json(result)

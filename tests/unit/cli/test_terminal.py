@@ -3,17 +3,23 @@ nor styled by rich, nor in an error.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autotune.cli.commands.notes import estimate_notes
 from autotune.cli.console import Display
 from autotune.cli.terminal import guard, notes_last, print_table
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.planning import counted_memory
 from tests.unit.catalog.test_models import LLAMA
 from tests.unit.cli.test_console import Terminal, terminal
 
@@ -111,3 +117,23 @@ def test_what_an_encoding_lacks_ends_no_command(encoding: str, tmp_path: Path) -
         line for line in ended.stdout.decode(encoding).splitlines() if "v100-pcie-32gb" in line
     )
     assert row.count("\u2013" if encoding == "cp1252" else " - ") == 2 and "?" not in row
+
+
+def test_an_estimate_says_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count takes up to a minute; of many short ones, not each is said."""
+    shown: list[str] = []
+    monkeypatch.setattr("autotune.cli.terminal.print_note", shown.append)
+    monkeypatch.setattr("autotune.cli.terminal.SILENT_S", 0.0)
+    monkeypatch.setattr("autotune.dry.prober.SAY_EACH_S", 600.0)
+    prober = counted_memory._prober()
+    monkeypatch.setattr(prober, "_ask", lambda message: {"refused": "not here"})
+    request = ProbeRequest(config=TrainConfig(), model={"model_type": "x"}, memory_gib=1.0, depth=1)
+    before = prober.say
+    monkeypatch.setattr(prober, "_said_at", -math.inf)
+    with estimate_notes():
+        for steps in (1, 2, 3):
+            prober.count(replace(request, micro_steps=steps))
+        while not shown:
+            time.sleep(0.01)
+    assert shown == [f"counting the memory of {request.config.label()} without a GPU"]
+    assert prober.say == before
