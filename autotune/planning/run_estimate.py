@@ -34,9 +34,6 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-# The step time with offloaded checkpoints, divided by the step time without offloading. Measured by
-# `benchmarks/levers.py reference` with Mistral-7B on an H200.
-OFFLOADED = 1.06
 PADDED_TO = 64  # Axolotl pads rows to a multiple of 64 tokens, LLaMA-Factory of 8
 
 
@@ -342,14 +339,11 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     if step_time is None:
         return None
 
+    if config.offloads:
+        step_time = step_time.with_offloading()
+
     cast_s = _cast_s(context.model, run)
-    slowdown = OFFLOADED if config.offloads else 1.0
-    step_time = replace(
-        step_time,
-        products_s=slowdown * step_time.products_s,
-        attention_s=slowdown * step_time.attention_s,
-        bytes_s=slowdown * step_time.bytes_s + cast_s,
-    )
+    step_time = replace(step_time, bytes_s=step_time.bytes_s + cast_s)
 
     cast_error = cast_s / step_time.device_s / 2
     return replace(step_time, device_error=math.hypot(step_time.device_error, cast_error))

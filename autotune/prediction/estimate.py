@@ -383,8 +383,10 @@ def step_time_of(
     With `shards`, the GPU is one of several that share out the weights. The result is None if no
     formula covers the configuration and no dry probe can run it.
     """
-    if supported(model, config) is not None:
-        return estimate_step_time(model, config, host, objective)
+    on_gpu = replace(config, checkpointing="full") if config.offloads else config
+    if supported(model, on_gpu) is not None:
+        found = estimate_step_time(model, on_gpu, host, objective)
+        return found.with_offloading() if found and config.offloads else found
     skips_pairs = config.knows_ends or config.attention == "flex_attention"
     if count is None or (config.packing and skips_pairs):
         return None  # a dry probe treats a packed row as one long example, with too much attention

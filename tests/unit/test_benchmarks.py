@@ -102,7 +102,7 @@ SAID = [
         " reserved"
         " memory of whole",
     ),
-    ("depth_extrapolation", "The {configs} configurations are from five families"),
+    ("depth_extrapolation", "measured for {configs} configurations of five model families"),
     ("depth_extrapolation", "Peak allocated memory is {peak_error_max:.1%} off at worst"),
     ("depth_extrapolation", "| step time, GPU-bound | 0.6% | {time_error_max_device_bound:.1%} |"),
     ("depth_extrapolation", "| step time, CPU-bound | 0.6% | {time_error_max_host_bound:.1%} |"),
@@ -314,7 +314,7 @@ SAID = [
     ("day_zero_gpu", "**{memory_error_max:.4%} worst**: difference between the counted peaks"),
     ("day_zero", "**{answered} of {types}**: causal and image-text-to-text model types"),
     ("day_zero", "The other {refused} types are refused with a reason"),
-    ("day_zero", "all {named_answered} types of 2025 and 2026 that were named"),
+    ("day_zero", "all {named_answered} types of 2025 and 2026 that we had listed"),
     (
         "day_zero_gpu",
         "in {gpu_bound} of the {configs}; the step times of these {gpu_bound} are"
@@ -1255,13 +1255,13 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     assert (len(missing[True]), len(missing[False])) == (23, 69)
     assert mixtures["error_max"] < COUNTED_RANK_ERROR and mixtures["error_median"] < 0.001
     of_counted = (
-        f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%}"
-        " at worst of"
+        f"For {counted['ranks']} ranks of five models, it differs from counts on the meta device by"
+        f" {counted['error_median']:.1%} in the median, and by {counted['error_max']:.1%} at worst"
     )
     document = " ".join(
         (ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8").split()
     ).replace(" %", "%")
-    assert f"{of_counted} {counted['ranks']} ranks" in document
+    assert of_counted in document
     assert f"at most {own['own_memory_error_max']:.1%} below four ranks" in document
     waits = RESULTS["waiting"]["summary"]
     rows = [

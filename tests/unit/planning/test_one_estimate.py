@@ -30,6 +30,7 @@ from autotune.planning.run_estimate import CheckContext, check_run
 from autotune.planning.several_gpus import plan_spec
 from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.memory_formula import ERROR
+from autotune.prediction.step_time import OFFLOADED
 from autotune.problem.calibration import write_calibration
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.study.named_configs import ConfigResult
@@ -219,22 +220,26 @@ def answers(case: Case, spec: StudySpec, limit_gib: float) -> Iterator[tuple[str
         (row,) = (row for row in rows if row.parallelism == Parallelism.of(case.config))
         yield "plan --gpus", row.estimate
 
+    checked = check_run(*check_of(spec, case.config))
+    yield "check", checked.estimate if checked else None
+
+
+def check_of(spec: StudySpec, config: TrainConfig) -> tuple[CheckContext, ForeignConfig]:
+    """The query of `check` for a file that configures the same run."""
     task = planned_setup(spec, H100).task
-    shape = task.workload.run_shape(case.config)
     run = ForeignConfig(
         format="trl",
         model=spec.model,
-        config=case.config,
-        accumulation=shape.accumulation,
-        num_gpus=case.num_gpus,
+        config=config,
+        accumulation=task.workload.run_shape(config).accumulation,
+        num_gpus=config.num_gpus,
         epochs=1.0,
         max_steps=None,
         max_examples=None,
         dataset=None,
         notes=(),
     )
-    checked = check_run(CheckContext(task=task, limit_gib=limit_gib), run)
-    yield "check", checked.estimate if checked else None
+    return CheckContext(task=task, limit_gib=limit_of(spec, H100)), run
 
 
 def reported(case: Case, spec: StudySpec, limit_gib: float) -> Estimate | None:
@@ -267,6 +272,28 @@ def by_name(case: Case, spec: StudySpec) -> ConfigResult:
         replace(spec, pins={}, configs=configs), device=H100, counted=True
     )
     return found
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt2"])
+def test_offloaded_checkpoints_have_one_speed(
+    model: str, calibrated_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By formula and by count: `check` has a range of their memory, but the time of `plan`."""
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked, **_: DryAnswer(count=COUNT))
+    case = Case(kind="recomputed", num_gpus=1, lengths="equal", calibrated=False)
+    spec = replace(spec_of(case, calibrated_file), model=model)
+    pins = pinned(case) | {"checkpointing": "offload"}
+    planned = plan(replace(spec, pins=pins), device=H100, counted=True).best
+    on_gpu = plan(replace(spec, pins=pinned(case)), device=H100, counted=True).best
+    assert planned is not None and planned.tokens_per_s and planned.interval
+    assert on_gpu is not None and on_gpu.tokens_per_s and on_gpu.interval
+    assert 1 < on_gpu.tokens_per_s / planned.tokens_per_s <= OFFLOADED
+
+    offloads = replace(case.config, checkpointing="offload")
+    checked = check_run(*check_of(spec, offloads))
+    assert checked is not None and checked.estimate is not None
+    assert checked.estimate.tokens_per_s == pytest.approx(planned.tokens_per_s)
+    assert checked.estimate.interval == pytest.approx(planned.interval)
 
 
 def test_there_are_enough_cases() -> None:

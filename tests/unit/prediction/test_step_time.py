@@ -2,8 +2,10 @@
 must be.
 """
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,8 @@ from autotune.prediction.step_time import (
     MEASURED_HOST,
     MOVED_SHARE,
     NOT_ALIGNED,
+    OFFLOADED,
+    OFFLOADED_ERROR,
     OPERATION_US,
     STRIDED,
     THICK,
@@ -42,6 +46,7 @@ from autotune.prediction.transfer import USUAL_SHARE, interval
 from autotune.problem.speed_transfer import SpeedTransfer
 from tests.helpers.factories import measurement
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 LARGE = {"micro_batch_size": 4, "seq_len": 2048}
 TOGETHER = LARGE | {
     "precision": "bf16_pure",
@@ -456,6 +461,29 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
         )
         is None
     )
+
+
+def test_offloading_takes_as_much_longer_as_was_measured() -> None:
+    """Four configurations on an H200; the copies take the device's time, not the host's."""
+    rows = json.loads((RESULTS / "reference_levers.json").read_text())["rows"]
+    speeds: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row.get("outcome") == "ok":
+            speeds[row["model"], row["config"]] = row["tokens_per_s"]
+    ratios = [
+        speeds[model, config.replace("ckpt-offload", "ckpt-full")] / speed
+        for (model, config), speed in speeds.items()
+        if "ckpt-offload" in config
+    ]
+    assert len(ratios) == 4
+    assert all(abs(math.log(ratio / OFFLOADED)) < OFFLOADED_ERROR for ratio in ratios)
+
+    on_gpu = estimate_step_time(resolve_model("mistral-7b"), TrainConfig(**LARGE))
+    assert on_gpu is not None
+    offloading = on_gpu.with_offloading()
+    assert offloading.device_s == pytest.approx(OFFLOADED * on_gpu.device_s)
+    assert (offloading.host_s, offloading.rest_s) == (on_gpu.host_s, on_gpu.rest_s)
+    assert offloading.device_error == math.hypot(on_gpu.device_error, OFFLOADED_ERROR)
 
 
 def test_each_forward_pass_without_gradients_takes_its_share() -> None:
