@@ -28,7 +28,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
 from autotune.planning.foreign_arguments import SCRIPTS, read_script, refuse_variables
-from autotune.planning.foreign_evaluation import evaluation_of
+from autotune.planning.foreign_evaluation import evaluation_of, held_out
 from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, SHELL, File, Refused, quote, table
 from autotune.planning.foreign_knobs import PACKED_EXPERTS, WITHOUT_LIGER, knobs_of
 from autotune.planning.foreign_objective import REMEDY, WHOLE_LOGITS, objective_of, whole_number
@@ -546,6 +546,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         dataset=",".join(datasets) or None,
         objective=objective,
         evaluation=evaluation,
+        held_out=held_out(file, tool),
         rollouts=rollouts,
         notes=tuple(dict.fromkeys(file.notes)),
         minor=frozenset(file.minor),

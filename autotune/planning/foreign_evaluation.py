@@ -40,6 +40,15 @@ def evaluation_of(
     )
 
 
+def held_out(file: File, tool: str) -> float:
+    """Return the number of examples that the tool splits off for evaluations.
+
+    A number below 1 is their share. The tool splits them off even if the run never evaluates.
+    """
+    key = key_of(tool, "eval_share")
+    return float(file.number(key, default=0, least=0)) if tool != "trl" else 0.0
+
+
 def _strategy(file: File) -> bool:
     """Return whether an evaluation strategy is set.
 
@@ -55,13 +64,14 @@ def _trl_evaluates(file: File) -> bool:
 
 
 def _llamafactory_evaluates(file: File) -> bool:
-    share = file.number("val_size", default=0, least=0)
     # With do_eval, LLaMA-Factory evaluates once, after the last step.
-    return (share > 0 or file.has("eval_dataset")) and (_strategy(file) or file.flag("do_eval"))
+    return (held_out(file, "llamafactory") > 0 or file.has("eval_dataset")) and (
+        _strategy(file) or file.flag("do_eval")
+    )
 
 
 def _axolotl_evaluates(file: File) -> bool:
-    if not file.number("val_set_size", default=0, least=0) and not file.has("test_datasets"):
+    if not held_out(file, "axolotl") and not file.has("test_datasets"):
         return False
     epochs = file.number(key_of("axolotl", "epochs"), default=default_of("axolotl", "epochs"))
     per_epoch = file.number("evals_per_epoch", default=0, least=0)
@@ -102,7 +112,7 @@ def _kept_examples(file: File) -> int:
     """
     if not file.flag("compute_accuracy") or file.has("eval_accumulation_steps"):
         return 0
-    share = float(file.number("val_size", default=0, least=0))
+    share = held_out(file, "llamafactory")
     samples = file.whole("max_samples", default=0, least=0, most=MAX_COUNT)
     known = int(share) if share >= 1 else int(share * samples)
     file.note(not known, "kept_predictions")

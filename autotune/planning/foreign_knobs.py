@@ -331,7 +331,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
         raise Refused("adapter", f"lora, qlora or none is supported, not {quote(adapter)}", REMEDY)
     if adapter == "qlora" and not four_bit:
         raise Refused(
-            "adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line"
+            "adapter", "Axolotl refuses qlora without load_in_4bit: true", "set load_in_4bit: true"
         )
     file.note(adapter == "lora" and four_bit, "not_quantised")
 

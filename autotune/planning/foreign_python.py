@@ -281,7 +281,27 @@ class _Training:
             given["eval_strategy"] = given.pop("evaluation_strategy")
         if kind in PLAIN_CONFIGS:  # TRL keeps the defaults of transformers
             self.values |= {"gradient_checkpointing": False, "bf16": False}
+        self._read_model_arguments(given)
         self._read_keys(given, {name: name for name in given})
+
+    def _read_model_arguments(self, given: dict[str, ast.expr]) -> None:
+        """Move the arguments with which the trainer loads the model out of `given`."""
+        name = "model_init_kwargs"
+        try:
+            loading = dict(self.program.items(given[name])) if name in given else {}
+        except UNKNOWN:
+            return  # `_read_keys` names the argument
+        if "quantization_config" not in loading:
+            return
+        self._read_quantization(loading.pop("quantization_config"))
+        del given[name]
+        values: dict[str, Any] = {}
+        for key, node in loading.items():
+            try:
+                values[key] = self.program.value(node)
+            except UNKNOWN:
+                raise self.program.unknown(f"{name}[{key!r}]", node) from None
+        self.values[name] = values
 
     def _config_of(self, call: ast.expr | None) -> tuple[str, dict[str, ast.expr]]:
         """Return the library's class that a call makes, and the defaults of the program's own.
@@ -434,7 +454,11 @@ class _Training:
     def _read_dataset(self, node: ast.expr | None) -> None:
         """Read the dataset that the program loads, unless it changes the examples afterwards."""
         loaded = self.program.resolve(node)
+        parts: list[str] = []
         while (whole := _whole(loaded)) is not None:
+            match loaded:
+                case ast.Call(func=ast.Attribute(attr=method)) if method != "shuffle":
+                    parts.append(method)
             loaded = self.program.resolve(whole)
         if isinstance(loaded, ast.Call) and name_of(loaded.func) == "load_dataset" and loaded.args:
             try:
@@ -444,6 +468,9 @@ class _Training:
             except (*UNKNOWN, UsageError):
                 return
             self.values["datasets"] = [dataset]
+            if "[" in self._text(self._keywords(loaded).get("split")):
+                parts.append("split")
+            self.unread += (f"{name} (all examples are counted; --examples N)" for name in parts)
 
     def _is_model(self, reward: ast.expr | None) -> bool:
         """Return whether one of GRPO's rewards is a model, or the name of one."""

@@ -3,6 +3,7 @@
 The file's content is not executed.
 """
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -309,7 +310,7 @@ def _task(
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
-    """Return the user's workload, with at most as many examples as the file allows.
+    """Return the user's workload, with the examples of the file that the run trains on.
 
     The field `dealt` is false: unlike autotune, the other tools do not distribute a step's rows
     over its micro batches by length.
@@ -318,13 +319,16 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
     if workload.lengths.source == "assumed":
         tokens = min(DEFAULT_TOKENS, run.config.seq_len)
         workload = replace(workload, lengths=Lengths.constant(tokens, "assumed"))
-    if run.max_examples is None or spec.examples is not None or spec.tokens is not None:
+    is_given = spec.examples is not None or spec.tokens is not None
+    if is_given or (workload.examples_assumed and run.max_examples is None):
         return workload
 
-    examples = (
-        run.max_examples if workload.examples_assumed else min(workload.examples, run.max_examples)
-    )
-    return replace(workload, examples=examples, examples_assumed=False)
+    examples = run.max_examples or workload.examples
+    if not workload.examples_assumed:
+        examples = min(workload.examples, examples)
+    count = run.held_out if run.held_out >= 1 else run.held_out * examples
+    trained = max(examples - math.ceil(count), 1)
+    return replace(workload, examples=trained, examples_assumed=False)
 
 
 def _smallest_card(

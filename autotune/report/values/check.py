@@ -66,7 +66,8 @@ class ForeignConfig:
     commas separate several datasets. The micro batch size is a number of examples; with some
     objectives, an example has two rows. `num_gpus` is None if the file does not state a number.
     `epochs` is None if `max_steps` ends the run. `max_examples` is the limit over all datasets
-    together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
+    together. `held_out` is the number of examples that the run does not train on or, below 1, their
+    share. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
     speed and that `config` lacks; `minor` has the notes that only say how the run is counted. If
     `needs_more` is true, one of these settings needs memory that the estimate leaves out. If
     `whole_logits` is true, the loss holds the logits of a whole micro batch, which `config` lacks.
@@ -87,6 +88,7 @@ class ForeignConfig:
     max_examples: int | None
     dataset: str | None
     notes: tuple[str, ...]
+    held_out: float = 0.0
     minor: frozenset[str] = frozenset()
     objective: Objective = Objective.SFT
     needs_more: bool = False

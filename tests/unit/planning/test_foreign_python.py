@@ -389,6 +389,40 @@ def test_a_trainer_that_quantises_the_model_itself_is_read(tmp_path: Path) -> No
     assert program(tmp_path, sft(model=model)).config.quantization == "int8"
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_quantised_base_that_the_trainer_loads_is_read(tmp_path: Path, is_named: bool) -> None:
+    made = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)"
+    before = f"bnb = {made}\nkwargs = dict(quantization_config=bnb, dtype='bfloat16')"
+    loading = "kwargs" if is_named else f"{{'quantization_config': {made}, 'dtype': 'bfloat16'}}"
+    text = sft(
+        before=before,
+        arguments=f"model_init_kwargs={loading}",
+        model="'a/b', peft_config=LoraConfig()",
+    )
+    assert program(tmp_path, text).config.quantization == "nf4"
+    unknown = text.replace("'bfloat16'", "choose()")
+    with pytest.raises(UsageError, match=r"model_init_kwargs\['dtype'\]"):
+        program(tmp_path, unknown)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "part"),
+    [
+        ("data['train'].shuffle(seed=1)", None),
+        ("data['train'].train_test_split(0.1)['train']", "train_test_split"),
+        ("data['train'].select(range(100)).shuffle()", "select"),
+        ("load_dataset('json', data_files='train.jsonl', split='train[:50%]')", "split"),
+        ("load_dataset('json', data_files='train.jsonl', split='train')", None),
+    ],
+)
+def test_a_part_of_the_examples_is_named(tmp_path: Path, dataset: str, part: str | None) -> None:
+    before = "data = load_dataset('json', data_files={'train': 'train.jsonl'})"
+    text = sft(before=before, model=f"'a/b', train_dataset={dataset}")
+    found = program(tmp_path, text)
+    said = f"{part} (all examples are counted; --examples N)"
+    assert (said in " ".join((found.ignored, *found.notes))) is (part is not None)
+
+
 @pytest.mark.parametrize(
     ("dataset", "is_read"),
     [

@@ -442,6 +442,32 @@ def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path
     assert (capped.examples, capped.examples_assumed) == (80, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "value", "trained"),
+    [
+        (AXOLOTL, "val_set_size", 0.05, 950),
+        (AXOLOTL, "val_set_size", 0.0011, 998),
+        (AXOLOTL, "val_set_size", 100, 900),
+        (FACTORY, "val_size", 0.5, 500),
+        (FACTORY, "val_size", 5000, 1),
+    ],
+)
+def test_examples_that_are_held_out_are_not_trained_on(
+    answer: Callable[..., CheckReport],
+    tmp_path: Path,
+    text: str,
+    key: str,
+    value: float,
+    trained: int,
+) -> None:
+    (tmp_path / "lengths.txt").write_text("100\n" * 1000)
+    lengths = str(tmp_path / "lengths.txt")
+    changes: dict[str, Any] = {key: value}
+    assert answer(changed(text, **changes), lengths=lengths).workload.examples == trained
+    # a number that the user gives is of those that are trained on
+    assert answer(changed(text, **changes), examples=70).workload.examples == 70
+
+
 def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     one, four = answer(FACTORY), answer(changed(FACTORY, num_processes=4))
     given = answer(FACTORY, gpus=4)
