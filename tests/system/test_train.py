@@ -243,11 +243,35 @@ def test_missing_input_and_existing_output_are_usage_errors(
     _use_study(monkeypatch, tmp_path)
     with (tmp_path / "locked" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match=what):
+        with pytest.raises(UsageError, match=what) as refused:
             command.train(**(_NOTHING | options))
+    if "earlier run" in what:
+        resumes = "checkpoint" in what
+        assert ("--resume" in refused.value.remedy) is resumes
+        assert (f"delete {tmp_path / 'done'}" in refused.value.remedy) is not resumes
     assert not (tmp_path / "trained").exists()
     assert (tmp_path / "done" / "adapter_model.safetensors").read_text() == "unchanged"
     assert (tmp_path / "locked" / "progress.jsonl").read_text() == "unchanged"
+
+
+def test_only_a_checkpoint_is_promised_and_resumed(tmp_path: Path) -> None:
+    said = list[str]()
+    for saves in (False, True):
+        display = command.TrainingDisplay(saves=saves)
+        display.say = said.append  # type: ignore[method-assign]
+        assert display.stopping() and display.stopping()
+    assert ["a checkpoint will be saved" in text for text in said] == [False, True]
+
+    stopped = command.interruption(tmp_path, "train --resume", "train", 130)
+    assert (str(stopped), stopped.remedy) == (
+        "stopped; there is no checkpoint",
+        "start again: train",
+    )
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "trainer_state.json").write_text("{}")
+    stopped = command.interruption(tmp_path, "train --resume", "train", 130)
+    assert str(stopped) == "stopped; a checkpoint of step 7 is saved"
+    assert stopped.remedy == "continue with: train --resume"
 
 
 @pytest.mark.parametrize(
@@ -415,6 +439,8 @@ def test_a_stopped_run_names_the_command_that_continues_it(
     _use_study(monkeypatch, tmp_path, study=name)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     dataset, output = folder / "rows.jsonl", _scripted(folder, f"raise SystemExit({PREEMPTED})")
+    (output / "checkpoint-3").mkdir()
+    (output / "checkpoint-3" / "trainer_state.json").write_text("{}")
     dataset.write_text('{"text": "a few words"}\n' * 2)
     options: dict[str, Any] = {
         "dataset": dataset,

@@ -130,7 +130,7 @@ def train(
     arguments += [*(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
     run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
 
-    display = TrainingDisplay()
+    display = TrainingDisplay(saves=dataset is not None and max_steps is None)
     display.say(f"training {recipe.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, display:
         code, error = run.train(display.progress, lambda: stop() and display.stopping())
@@ -146,10 +146,14 @@ def train(
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
         options += ["--other-device"] * other_device
         database, set_variable = printed_options(storage)
-        command = _command([*options, *database, "--resume"], recipe.study)
+        commands = [
+            " && ".join(filter(None, (set_variable, _command([*options, *more], recipe.study))))
+            for more in ([*database, "--resume"], database)
+        ]
         raise interruption(
             output,
-            " && ".join(filter(None, (set_variable, command))),
+            commands[0],
+            commands[1],
             128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED,
         )
 
@@ -180,9 +184,11 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
 
     earlier_files = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
     if earlier_files and not resume:
+        can_resume = earlier_files[0].is_dir()  # a checkpoint
+        other = "add --resume" if can_resume else f"delete {shlex.quote(str(output))}"
         raise UsageError(
             f"{earlier_files[0]} belongs to an earlier run",
-            remedy="add --resume, or name another --output-dir",
+            remedy=f"{other}, or name another --output-dir",
         )
 
     script = output / "export" / "train.py"
@@ -307,11 +313,13 @@ def _command(options: list[str], study: str) -> str:
     return shlex.join(["autotune", "train", *options, *operands(study)])
 
 
-def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupted:
+def interruption(
+    output: Path, resume_command: str, restart_command: str, exit_code: int
+) -> Interrupted:
     """Return the error for a run that a signal stopped.
 
     The error names the last complete checkpoint in `output`, and the command that continues the
-    run.
+    run. Without a checkpoint, it names the command that starts the run again.
     """
     steps = [
         int(path.parent.name.removeprefix("checkpoint-"))
@@ -321,7 +329,7 @@ def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupt
         f"stopped; a checkpoint of step {max(steps)} is saved"
         if steps
         else "stopped; there is no checkpoint",
-        remedy=f"continue with: {resume_command}",
+        remedy=f"continue with: {resume_command}" if steps else f"start again: {restart_command}",
         exit_code=exit_code,
     )
 
@@ -329,13 +337,15 @@ def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupt
 class TrainingDisplay:
     """Shows the run's progress on stderr.
 
-    This is a progress bar on a terminal, and a line every half minute elsewhere.
+    This is a progress bar on a terminal, and a line every half minute elsewhere. `saves` says
+    whether a run that is stopped saves a checkpoint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.line = ""
+        self._saves = saves
         self._printed_at = 0.0
         self._warned = False
         self._stopping = False
@@ -363,10 +373,8 @@ class TrainingDisplay:
         """Print once that a stop was requested."""
         if not self._stopping:
             self._stopping = True
-            self.say(
-                "stopping: this step will end, and a checkpoint will be saved; a second signal "
-                "ends the run at once"
-            )
+            saved = ", and a checkpoint will be saved" if self._saves else ""
+            self.say(f"stopping: this step will end{saved}; a second signal ends the run at once")
         return True
 
     def progress(self, now: "Progress") -> None:
