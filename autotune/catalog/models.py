@@ -265,6 +265,11 @@ def resolve_model(name: str) -> ModelSpec:
     hint = did_you_mean(name, known)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
         return _from_hub(name, hint)
+    if path.endswith("config.json") and os.path.isfile(path):
+        raise UsageError(
+            f"model {name!r} is a file",
+            remedy=f"pass its directory: {os.path.dirname(path) or '.'}",
+        )
     raise UsageError(
         f"unknown model {name!r}: neither in the catalogue nor a directory{hint}",
         remedy="`autotune models` lists them; or pass a directory with a config.json,"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog.links import link_rate
-from autotune.core.errors import UsageError, did_you_mean
-from autotune.core.files import read_user_text, read_user_yaml
+from autotune.core.errors import UsageError
+from autotune.core.files import problem_of, read_user_text, read_user_yaml
 from autotune.core.text import kebab_case, printable
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def _row_of_text(text: str) -> dict[str, Any]:
 
 def _problem(text: str, item: Any) -> str:
     key = ".".join(map(str, item["loc"]))
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        message = f"there is no such key{did_you_mean(key, _row_model().model_fields)}"
+    message = problem_of(item, _row_model().model_fields)
     return f"--gpu {text}: {key}: {message}" if key else f"--gpu {text}: {message}"
 
 

@@ -4,16 +4,18 @@ import functools
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune.core.errors import StorageError, UsageError
+from autotune.core.errors import StorageError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound="BaseModel")
 
@@ -161,13 +163,29 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
     except ValidationError as error:
         problems = []
         for item in error.errors()[:5]:
-            message = item["msg"].removeprefix("Value error, ")
+            message = problem_of(item, _keys_of(model) if len(item["loc"]) == 1 else ())
             # An error about the whole file has no location, but its message starts with the wrong
             # key, which gives the line.
             line = _line_of(node, item["loc"] or (message.partition(" ")[0],))
             where = ".".join(str(part) for part in item["loc"]) or "the file"
             problems.append(f"{path}:{line}: {where}: {message}")
         raise UsageError("\n".join(problems), remedy="correct the line named above") from None
+
+
+def problem_of(item: "ErrorDetails", known: Iterable[str]) -> str:
+    """Return pydantic's message of an error. For a key that is not `known`, name similar ones."""
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"there is no such key{did_you_mean(str(item['loc'][-1]), known)}"
+    return item["msg"].removeprefix("Value error, ")
+
+
+def _keys_of(model: "type[BaseModel]") -> list[str]:
+    """Return the keys of a file that a pydantic model describes, also if it wraps a dataclass."""
+    root = model.model_fields.get("root")
+    if root is None:
+        return list(model.model_fields)
+    wrapped = root.annotation
+    return [item.name for item in fields(wrapped)] if is_dataclass(wrapped) else []
 
 
 def _num_values(node: Any, known: dict[int, int]) -> int:

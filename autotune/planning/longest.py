@@ -140,7 +140,7 @@ class Longest(ShownAsTable):
         limits = {} if self.most_tokens is None else {"what was asked for": self.most_tokens}
         gib_per_token = self.host_gib(self.config(method, STEP)) / STEP
         if self.host_limit_gib is not None and gib_per_token:
-            limits["host memory"] = int(self.host_limit_gib / gib_per_token)
+            limits["host memory"] = int(self.host_limit_gib / gib_per_token) // STEP * STEP
         return limits
 
     def count(self, config: TrainConfig) -> DryCount | None:
@@ -236,7 +236,9 @@ class Longest(ShownAsTable):
             "gpu memory": int(low + (self.limit_gib - need_by_tokens[low]) / slope)
         } | self.bounds(method)
         limited_by = min(limits, key=lambda name: limits[name])
-        return max(limits[limited_by] // STEP * STEP, 0), limited_by
+        if limited_by == "gpu memory":
+            return max(limits[limited_by] // STEP * STEP, 0), limited_by
+        return limits[limited_by], limited_by
 
     def _predicted(self, method: str, tokens: int, limited_by: str) -> LongestRow:
         config = self.config(method, tokens)
@@ -420,7 +422,7 @@ def _length_at_limit(
     `upper`.
     """
     factor = max(limit_gib - static_gib, 0.0) / max(need_gib - static_gib, 1e-3)
-    return min(int(tokens * factor), upper) // STEP * STEP
+    return min(int(tokens * factor) // STEP * STEP, upper)
 
 
 def _measured_row(

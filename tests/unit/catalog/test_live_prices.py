@@ -179,7 +179,10 @@ def test_ones_own_goes_before_all_others(write: Callable[[str], Path]) -> None:
             "- provider: mine\n  device: a10\n  usd: 1\n  count: 0",
             ":4: 0.count: Input should be greater",
         ),
-        ("- provider: mine\n  device: a10\n  usd: 1\n  spott: 1", ":4: 0.spott: Extra inputs"),
+        (
+            "- provider: mine\n  device: a10\n  usd: 1\n  spott: 1",
+            ":4: 0.spott: there is no such key",
+        ),
         (
             "- provider: mine\n  device: a10\n  usd: 1\n  as_of: soon",
             ":4: 0.as_of: a date is a day, a month or",

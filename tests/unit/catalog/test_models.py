@@ -409,3 +409,10 @@ def test_unreachable_hub(monkeypatch, hub):
     ) as caught:
         resolve_model("Qwen/Qwen3-9B")
     assert "local directory" in (caught.value.remedy or "")
+
+
+def test_a_config_is_named_by_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="is a file") as refused:
+        resolve_model(str(tmp_path / "config.json"))
+    assert refused.value.remedy == f"pass its directory: {tmp_path}"

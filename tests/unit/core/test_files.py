@@ -83,12 +83,12 @@ def test_a_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: a\nepoch: 1\n", "FILE:2: epoch: Extra inputs are not permitted"),
+        ("name: a\nepoch: 1\n", "FILE:2: epoch: there is no such key; did you mean 'epochs'?"),
         ("# one\n\nname: a\nepochs: many\n", "FILE:4: epochs: Input should be a valid integer"),
         ("epochs: true\n", "FILE:1: epochs: Input should be a valid integer"),
         (
             "name: a\ninner:\n  size: 1\n  sises: []\n",
-            "FILE:4: inner.sises: Extra inputs are not permitted",
+            "FILE:4: inner.sises: there is no such key",
         ),
         (
             "inner:\n  sizes:\n    - 1\n    - 2\n    - x\n",

@@ -146,8 +146,8 @@ def test_a_file(tmp_path):
         (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no setting"
          " 'lora_rnk'; did you mean "
          "'lora_rank' or 'lora_kernels' or 'lora_targets'?"),
-        (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs"
-         " are not permitted"),
+        (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: there is"
+         " no such key"),
         (HEAD + "  lora_rank: {values: [8], kind: system}\n",
          "FILE:3: knobs.lora_rank.kind: lora_rank is a learning setting; leave out the key kind"),
         (HEAD + "  lora_rank: {values: [8], kind: hard}\n",
@@ -201,7 +201,7 @@ def test_a_file(tmp_path):
         ("version: 2\nknobs: {method: lora}\n", "FILE:1: version: Input should be 1"),
         ("knobs: {method: lora}\n", "FILE:1: version: Field required"),
         ("version: 1\nknob: {method: lora}\n", "FILE:1: knobs: Field required\n"
-         "FILE:2: knob: Extra inputs are not permitted"),
+         "FILE:2: knob: there is no such key; did you mean 'knobs'?"),
         ("", "FILE:1: the file: Input should be a valid dictionary or instance of SpaceFile"),
         ("- 1", "FILE:1: the file: Input should be a valid dictionary or instance of SpaceFile"),
     ],

@@ -183,7 +183,7 @@ def test_extreme_values_that_are_possible(name, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: m\nepoch: 3\n", "FILE:2: epoch: Unexpected keyword argument"),
+        ("model: m\nepoch: 3\n", "FILE:2: epoch: there is no such key; did you mean 'epochs'?"),
         ("model: m\n\nepochs: three\n",
          "FILE:3: epochs: Input should be a valid integer, unable to parse string as an integer"),
         ("model: m\nepochs: 1.5\n", "FILE:2: epochs: Input should be a valid integer, got a number"
