@@ -185,7 +185,7 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
     earlier_files = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
     if earlier_files and not resume:
         can_resume = earlier_files[0].is_dir()  # a checkpoint
-        other = "add --resume" if can_resume else f"delete {shlex.quote(str(output))}"
+        other = "add --resume" if can_resume else "move that file away"
         raise UsageError(
             f"{earlier_files[0]} belongs to an earlier run",
             remedy=f"{other}, or name another --output-dir",
