@@ -2,7 +2,7 @@
 
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -11,9 +11,11 @@ from autotune.cli.terminal import print_answer_json, print_json, print_table, pr
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from autotune.catalog import DeviceSpec, ModelSpec, Price
+
+Entry = TypeVar("Entry", "DeviceSpec", "ModelSpec")
 
 
 def gpus(
@@ -29,11 +31,7 @@ def gpus(
     """
     from autotune.catalog import age, find_price, find_purchase, list_devices, resolve_device
 
-    devices: Sequence[DeviceSpec] = list_devices()
-    if name is not None:
-        devices = [device for device in devices if _plain(name) in _plain(device.name)] or [
-            resolve_device(name)
-        ]
+    devices = _matching(list_devices(), name, resolve_device)
     rows = [(device, find_price(device.name), find_purchase(device.name)) for device in devices]
 
     today = date.today()
@@ -47,15 +45,7 @@ def gpus(
         print_answer_json(answer)
         return
 
-    sizes = sorted(device.memory_gib for device in devices if device.memory_gib)
-    cards = [device for device in devices if device.kind != "cpu"]
-    if len(devices) == 1:
-        size = f"{fmt_gib(sizes[0])} of memory" if sizes else "the memory of the machine"
-        print_text(f"{devices[0].name} has {size}")
-    else:
-        print_text(
-            f"{len(cards)} GPUs with {sizes[0]:.0f} to {sizes[-1]:.0f} GiB of memory are known"
-        )
+    print_text(_memory_of(devices))
     print_text(
         "Peak rates are without sparsity. Prices are not quotes; --price sets another price."
     )
@@ -104,11 +94,7 @@ def models(
     """
     from autotune.catalog import list_models, resolve_model
 
-    specs: Sequence[ModelSpec] = list_models()
-    if name is not None:
-        specs = [spec for spec in specs if _plain(name) in _plain(spec.name)] or [
-            resolve_model(name)
-        ]
+    specs = _matching(list_models(), name, resolve_model)
     if json_:
         print_answer_json(specs)
         return
@@ -145,8 +131,31 @@ def models(
     )
 
 
-def _plain(name: str) -> str:
-    """Return a name in lower case without what separates its parts."""
+def _memory_of(devices: "Sequence[DeviceSpec]") -> str:
+    """Return the answer of `gpus`: the memory of the device, or the range of several."""
+    sizes = sorted(device.memory_gib for device in devices if device.memory_gib)
+    if len(devices) == 1:
+        size = f"{fmt_gib(sizes[0])} of memory" if sizes else "the memory of the machine"
+        return f"{devices[0].name} has {size}"
+    number = sum(device.kind != "cpu" for device in devices)
+    return f"{number} GPUs with {sizes[0]:.0f} to {sizes[-1]:.0f} GiB of memory are known"
+
+
+def _matching(
+    catalogue: "Sequence[Entry]", name: str | None, resolve: "Callable[[str], Entry]"
+) -> "Sequence[Entry]":
+    """Return the entries whose name contains `name`, or all entries if it is None.
+
+    If there are none, return the entry that `resolve` finds. Case and punctuation do not matter.
+    """
+    if name is None:
+        return catalogue
+    part = _letters_and_digits(name)
+    found = [entry for entry in catalogue if part in _letters_and_digits(entry.name)]
+    return found or [resolve(name)]
+
+
+def _letters_and_digits(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
