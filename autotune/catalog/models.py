@@ -519,8 +519,8 @@ def _shape_of(value: Any) -> Any:
 # own.
 FLOPS_PER_PARAMETER = {"lora": 4, "full": 6}
 
-# The model families whose matrix products are known. By default, the tied families use the same
-# weights for head and embedding, and the untied families do not.
+# The model families whose matrix products are known. If the config does not say it, a tied family
+# uses the same weights for head and embedding, and an untied family does not.
 _TIED = ("gemma", "gemma2", "gpt2")
 _UNTIED = ("gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 

@@ -62,7 +62,7 @@ SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 def dry_probe(request: ProbeRequest, other: OtherTrainer = USUAL) -> DryCount:
     """Compute the memory and work of one training step of a model with `request.depth` layers.
 
-    The step is that of autotune's trainer, or of the trainer `other`. Raises the same errors as
+    autotune's trainer computes the step, or the trainer `other`. Raises the same errors as
     building and training the model.
     """
     config = request.config

@@ -207,11 +207,8 @@ class StepTimeEstimate:
     def with_offloading(self) -> "StepTimeEstimate":
         """Add what the copies cost if the inputs of recomputed layers wait in the host's memory."""
         return replace(
-            self,
-            products_s=OFFLOADED * self.products_s,
-            attention_s=OFFLOADED * self.attention_s,
-            fp8_s=OFFLOADED * self.fp8_s,
-            bytes_s=OFFLOADED * self.bytes_s,
+            self.longer(OFFLOADED),
+            host_s=self.host_s,
             device_error=math.hypot(self.device_error, OFFLOADED_ERROR),
         )
 

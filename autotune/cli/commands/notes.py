@@ -1,4 +1,4 @@
-"""Shows the messages of estimates, and what they count without a GPU."""
+"""Shows the messages of an estimate, and the progress of its dry probes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
