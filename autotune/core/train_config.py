@@ -146,6 +146,11 @@ class TrainConfig:
         return self.quantization == "fp8" or self.fp8_products != "none"
 
     @property
+    def widens_base(self) -> bool:
+        """Whether joined adapters are part of the base's matrices, as on any base but fp8."""
+        return self.lora_kernels == "joined" and self.quantization != "fp8"
+
+    @property
     def has_any_length(self) -> bool:
         """Whether a micro batch is padded to its longest example, so it may have any length."""
         return self.padding in ("longest", "masked")

@@ -84,7 +84,7 @@ def dry_probe(request: ProbeRequest, other: OtherTrainer = USUAL) -> DryCount:
 
             stack.enter_context(simulate_trl(padded=padded))
             request = replace(request, config=replace_fp16(config))
-        workspace = WORKSPACE + SIDE_WORKSPACE if config.lora_kernels == "joined" else WORKSPACE
+        workspace = WORKSPACE + SIDE_WORKSPACE if config.widens_base else WORKSPACE
         step = CountedStep(request, META, cuda_workspace, other)
         count = step.count(workspace)
         if step.compiles:

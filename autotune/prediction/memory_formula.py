@@ -696,9 +696,9 @@ def optimizer_state(sizes: Sizes, config: TrainConfig, trained: int, trained_byt
 def side_workspace(config: TrainConfig) -> float:
     """Return the bytes of cuBLAS's workspace on the second CUDA stream.
 
-    Only joined adapters use a second stream.
+    Only adapters that are part of the base's matrices use a second stream.
     """
-    return WORKSPACE / 2 if config.lora_kernels == "joined" else 0.0
+    return WORKSPACE / 2 if config.widens_base else 0.0
 
 
 def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:

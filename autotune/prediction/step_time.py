@@ -392,13 +392,11 @@ def _step_time(
     # An adapter reads its input and writes its output in each forward pass. The backward pass reads
     # or writes both twice. With `lora_kernels: joined`, the base's products do half of this. On an
     # fp8 base, joined adapters only share their input.
-    joined = config.lora_kernels == "joined"
-    in_fp8 = config.quantization == "fp8"
     ends = sum(sum(sizes.matrices[name]) for name in sizes.adapted(config))
-    if joined and in_fp8:
+    if config.lora_kernels == "joined" and not config.widens_base:
         ends = sum(fan_in + fan_out for (fan_in, fan_out), _ in joined_groups(sizes, config))
     thin = tokens * (4 + 2 * (1 + recomputed + own)) * sizes.layers * ends
-    moved += (0.5 if joined and not in_fp8 else 1.0) * thin / THIN_SHARE
+    moved += (0.5 if config.widens_base else 1.0) * thin / THIN_SHARE
     if full:
         moved += _gradient_bytes(sizes, config, objective) / MOVED_SHARE
 
@@ -448,8 +446,7 @@ def fitted_quantities(
     # PEFT reads the base's outputs again to add the adapters' outputs. With `lora_kernels: joined`,
     # an adapter is part of the base's matrix product, unless the base is in fp8.
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
-    is_part = config.lora_kernels == "joined" and config.quantization != "fp8"
-    with_adapters = FULL + (0.0 if is_part else adapted * (1 - FULL))
+    with_adapters = FULL + (0.0 if config.widens_base else adapted * (1 - FULL))
     passes = with_adapters * (2 + _recomputed_share(sizes, config) + own) + FULL * untrained
 
     kinds = {

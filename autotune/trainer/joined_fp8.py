@@ -20,10 +20,9 @@ joined, each backward product copies its weight instead (`float8`).
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from .float8 import GRADIENT_DTYPE, VALUE_DTYPE, cast, largest_of, multiply, scale_to
-from .joined_group import Group, run_beside, spans
+from .joined_group import Group, spans
 
 
 class Float8Group(Group):
@@ -56,10 +55,12 @@ class Float8Group(Group):
         """Return the bytes of all tensors, because the weights of the base stay as they are."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def places(self) -> list[torch.Tensor]:
+        """Return the rows of `b` that hold sB of each member."""
+        return list(self.b.split(self.sizes))
+
     def refresh(self) -> None:
-        """Copy sB, after A was copied into `a`."""
-        scaled = torch._foreach_mul(self.up, self.scale)
-        torch._foreach_copy_(list(self.b.split(self.sizes)), scaled)
+        """Do nothing, because no other tensor holds A or sB."""
 
     def multiply(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs (M x size) of each member, without bias, for inputs (M x K)."""
@@ -108,7 +109,7 @@ class _Products(torch.autograd.Function):
             weights, scales, b.split(sizes), hidden.chunk(number, 1), strict=True
         ):
             product = multiply(values, weight.t(), of_rows, own, dtype=a.dtype, fast=True)
-            outputs.append(product + torch.mm(narrow, up.t()))
+            outputs.append(_sum(product, torch.mm(narrow, up.t())))
 
         ctx.save_for_backward(rows, hidden, across, a, b, *scales)
         ctx.sizes = sizes
@@ -122,114 +123,48 @@ class _Products(torch.autograd.Function):
         sizes = ctx.sizes
         number = len(sizes)
 
+        # The narrow products come first. The compiler must store the gradients for them, so the
+        # cast below reads the stored gradients. Otherwise, it would compute each gradient twice.
+        of_hidden = torch.cat(
+            [torch.mm(one, up) for one, up in zip(gradients, b.split(sizes), strict=True)], 1
+        )
+        of_b = torch.cat(
+            [
+                torch.mm(one.t(), narrow)
+                for one, narrow in zip(gradients, hidden.chunk(number, 1), strict=True)
+            ]
+        )
+        of_a = torch.mm(of_hidden.t(), rows)
+
         # One scale for all members: the largest value of any gradient, times its weight's scale,
         # becomes the largest 8-bit float.
         parts = [largest_of(one) * own for one, own in zip(gradients, scales, strict=True)]
         factor, restore = scale_to(torch.stack(parts).amax(), GRADIENT_DTYPE)
         limit = torch.finfo(GRADIENT_DTYPE).max
+        # A factor with two dimensions makes the product fp32. A cast of the gradient to fp32 would
+        # let the compiler use the value before it was rounded, which it must compute once more.
+        scaled = [
+            one * (factor * own).reshape(1, 1) for one, own in zip(gradients, scales, strict=True)
+        ]
         # Autocast, which compiled code sees here, joins no 8-bit floats, but it joins bytes.
         values = torch.cat(
-            [
-                (one.float() * (factor * own))
-                .clamp(-limit, limit)
-                .to(GRADIENT_DTYPE)
-                .view(torch.uint8)
-                for one, own in zip(gradients, scales, strict=True)
-            ],
-            1,
-        )
-        of_rows, of_narrow, of_a, of_b = torch.ops.lora.joined_backward_in_fp8(
-            values, restore, list(gradients), rows, hidden, across, a, b
+            [one.clamp(-limit, limit).to(GRADIENT_DTYPE).view(torch.uint8) for one in scaled], 1
+        ).view(GRADIENT_DTYPE)
+        of_rows = multiply(
+            values, across.t(), restore, torch.ones_like(restore), dtype=rows.dtype, fast=False
         )
 
         of_inputs_dtype, dtype = ctx.dtypes
-        of_down = [one.to(dtype) for one in of_a.chunk(number)]
-        of_up = [one.to(dtype) * ctx.scale for one in of_b.split(sizes)]
-        unchanged = [None] * (5 + 2 * number)
-        return (of_rows + of_narrow).to(of_inputs_dtype), *unchanged, *of_down, *of_up
+        of_inputs = _sum(of_rows, torch.mm(of_hidden, a)).to(of_inputs_dtype)
+        of_down = of_a.to(dtype).chunk(number)
+        of_up = (of_b.to(dtype) * ctx.scale).split(sizes)
+        return of_inputs, *[None] * (5 + 2 * number), *of_down, *of_up
 
 
-# Compiled code on disk refers to this operation by name. If a shape or the FLOP formula below
-# changes, the name must change too.
+def _sum(product: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+    """Add a narrow product to a large product.
 
-
-@torch.library.custom_op(  # type: ignore[untyped-decorator]
-    "lora::joined_backward_in_fp8", mutates_args=()
-)
-def _gradients(
-    values: torch.Tensor,
-    restore: torch.Tensor,
-    gradients: list[torch.Tensor],
-    rows: torch.Tensor,
-    hidden: torch.Tensor,
-    across: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return both parts of the gradient of x (M x K), and the gradients of A and B without s.
-
-    `values` (M x N) holds the bytes of the gradients of all outputs in 8-bit floats, and the scalar
-    `restore` is their scale. `gradients` are the same in 16 bits, one tensor for each member.
+    The compiler computes the sum where it is read. Without the cast to 32 bits, it would compute
+    the sum inside the narrow product, which would first copy the whole large product.
     """
-    number = len(gradients)
-    sizes = [one.shape[1] for one in gradients]
-    of_hidden = torch.empty_like(hidden)
-    of_narrow = torch.empty_like(rows)
-    of_a = torch.empty_like(a)
-    of_b = torch.empty_like(b)
-
-    def run_narrow() -> None:
-        columns = zip(of_hidden.chunk(number, 1), hidden.chunk(number, 1), strict=True)
-        ups = zip(b.split(sizes), of_b.split(sizes), strict=True)
-        for one, (of_own, own), (up, of_up) in zip(gradients, columns, ups, strict=True):
-            torch.mm(one, up, out=of_own)
-            torch.mm(one.t(), own, out=of_up)
-        torch.mm(of_hidden.t(), rows, out=of_a)
-        torch.mm(of_hidden, a, out=of_narrow)
-
-    # The low-rank products run on a side stream during the large product. Their results are
-    # allocated on the main stream, so that each stream can reuse the memory.
-    with run_beside(values.device, run_narrow):
-        one = torch.ones_like(restore)
-        of_rows = multiply(
-            values.view(GRADIENT_DTYPE), across.t(), restore, one, dtype=rows.dtype, fast=False
-        )
-    return of_rows, of_narrow, of_a, of_b
-
-
-@_gradients.register_fake  # type: ignore[untyped-decorator]
-def _gradients_shape(
-    values: torch.Tensor,
-    restore: torch.Tensor,
-    gradients: list[torch.Tensor],
-    rows: torch.Tensor,
-    hidden: torch.Tensor,
-    across: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(rows),
-        torch.empty_like(rows),
-        torch.empty_like(a),
-        torch.empty_like(b),
-    )
-
-
-@register_flop_formula(  # type: ignore[untyped-decorator]
-    torch.ops.lora.joined_backward_in_fp8
-)
-def _backward_flops(
-    values: Any,
-    restore: Any,
-    gradients: Any,
-    rows: Any,
-    hidden: Any,
-    across: Any,
-    a: Any,
-    b: Any,
-    **_: Any,
-) -> int:
-    """Return the FLOPs of all products (two for each multiply-add) from the arguments' shapes."""
-    narrow = 2 * b[0] * b[1] + 2 * a[0] * a[1]
-    return int(2 * values[0] * (across[0] * across[1] + narrow))
+    return (product + narrow.float()).to(product.dtype)

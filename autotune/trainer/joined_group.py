@@ -82,8 +82,12 @@ class Group(ABC):
         """Return the bytes that the group takes in addition to the weights of the base."""
 
     @abstractmethod
+    def places(self) -> list[torch.Tensor]:
+        """Return the parts of `b` that hold sB of each member."""
+
+    @abstractmethod
     def refresh(self) -> None:
-        """Copy sB, after A was copied into `a`."""
+        """Update other copies of A and sB, after A was copied into `a`, and sB into `b`."""
 
     @abstractmethod
     def multiply(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

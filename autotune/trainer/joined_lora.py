@@ -61,7 +61,7 @@ class JoinedLayers:
             raise ValueError(f"{type(base).__name__} has no linear layers with adapters to join")
 
         self._down = [weight for group in self._groups for weight in group.down]
-        self._trained = [*self._down, *(weight for group in self._groups for weight in group.up)]
+        self._up = [weight for group in self._groups for weight in group.up]
         self._changes = -1
         self._hooks.append(base.base_model.register_forward_pre_hook(lambda *_: self.follow()))
 
@@ -87,7 +87,7 @@ class JoinedLayers:
 
     def follow(self) -> None:
         """Copy A and sB again if A or B has changed."""
-        changes = sum(weight._version for weight in self._trained)
+        changes = sum(weight._version for weight in (*self._down, *self._up))
         if changes != self._changes:
             self._refresh()
             self._changes = changes
@@ -97,8 +97,11 @@ class JoinedLayers:
 
     def _refresh(self) -> None:
         copies = [copy for group in self._groups for copy in group.a.split(group.rank)]
+        scaled_copies = [copy for group in self._groups for copy in group.places()]
+        scales = [group.scale for group in self._groups for _ in group.up]
         with torch.no_grad():
             torch._foreach_copy_(copies, self._down)
+            torch._foreach_copy_(scaled_copies, torch._foreach_mul(self._up, scales))
             for group in self._groups:
                 group.refresh()
 
@@ -135,14 +138,15 @@ class _WideGroup(Group):
         weights = sum(module.base_layer.weight.nbytes for module in self.members)
         return int(sum(tensor.nbytes for tensor in self.tensors()) - weights)
 
+    def places(self) -> list[torch.Tensor]:
+        """Return the block of `b` that holds sB of each member."""
+        columns = spans([self.rank] * len(self.sizes))
+        return [self.b[rows, own] for rows, own in zip(spans(self.sizes), columns, strict=True)]
+
     def refresh(self) -> None:
-        """Copy sB and A into the wide matrix, and sB into `b`."""
+        """Copy sB and A into the wide matrix."""
         fan_out, rank = self.b.shape
         fan_in = self.a.shape[1]
-        columns = spans([self.rank] * len(self.sizes))
-        scaled = torch._foreach_mul(self.up, self.scale)
-        for up, rows, own in zip(scaled, spans(self.sizes), columns, strict=True):
-            self.b[rows, own] = up
         self.wide[:fan_out, fan_in : fan_in + rank] = self.b
         self.wide[fan_out : fan_out + rank, :fan_in] = self.a
 
@@ -208,8 +212,8 @@ class _Products(torch.autograd.Function):
         )
 
         of_inputs_dtype, dtype = ctx.dtypes
-        of_down = [one.to(dtype) for one in of_a.split(a.shape[0] // len(ctx.sizes))]
-        of_up = [one.to(dtype) * ctx.scale for one in of_b.split(ctx.sizes)]
+        of_down = of_a.to(dtype).split(a.shape[0] // len(ctx.sizes))
+        of_up = (of_b.to(dtype) * ctx.scale).split(ctx.sizes)
         return of_inputs.to(of_inputs_dtype), None, None, None, None, None, *of_down, *of_up
 
 

@@ -15,7 +15,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.dry.counting import dry_probe
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import estimate_step_time
-from autotune.trainer.float8 import GRADIENT_DTYPE, VALUE_DTYPE
+from autotune.trainer.float8 import GRADIENT_DTYPE, VALUE_DTYPE, cast
+from autotune.trainer.joined_fp8 import _Products
 from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.model_builder import decoder_layers
 from tests.probe import test_joined_lora as in_16_bits
@@ -65,33 +66,42 @@ def test_compiled_layers_are_one_graph_and_round_no_more(
     assert error(found, exact) < 1.2 * error(eager, exact)
 
 
-def test_the_backward_product_is_that_of_rounded_factors() -> None:
-    """By hand: dx = dy W + dh A, dA = dh' x, dB = dy' h, each member with a scale of its own."""
+def test_products_are_those_of_rounded_factors() -> None:
+    """By hand: y = x W' + h sB', dx = dy W + dh A, dA = dh' x, dB = s dy' h, each member with a
+    scale of its own.
+    """
     torch.manual_seed(0)
-    sizes, rank = [32, 16], 4
-    rows, a = torch.randn(16, 48), torch.randn(2 * rank, 48)
-    b, hidden = torch.randn(48, rank), torch.randn(16, 2 * rank)
-    weight = torch.randn(48, 48).to(VALUE_DTYPE)
+    sizes, rank, s = [32, 16], 4, 0.25
+    weights = [torch.randn(size, 48).to(VALUE_DTYPE) for size in sizes]
+    scales = [torch.tensor(0.5), torch.tensor(2.0)]
+    down = [torch.randn(rank, 48, requires_grad=True) for _ in sizes]
+    up = [torch.randn(size, rank, requires_grad=True) for size in sizes]
+    a, b = torch.cat(down).detach(), torch.cat(up).detach() * s
+    x = torch.randn(16, 48, requires_grad=True)
+    across = torch.cat([one.view(torch.uint8) for one in weights]).t().contiguous()
+    outputs = _Products.apply(
+        x, across.view(VALUE_DTYPE), a, b, sizes, s, *weights, *scales, *down, *up
+    )
     gradients = [torch.randn(16, size) for size in sizes]
-    values = torch.cat(gradients, 1).to(GRADIENT_DTYPE)
-    stored = values.view(torch.uint8)
-    across = weight.t().contiguous()
-    of_rows, of_narrow, of_a, of_b = torch.ops.lora.joined_backward_in_fp8(
-        stored, torch.tensor(0.5), gradients, rows, hidden, across, a, b
+    torch.autograd.backward(outputs, gradients)
+
+    x8, x_scale = cast(x.detach(), VALUE_DTYPE)
+    factor = torch.finfo(GRADIENT_DTYPE).max / max(
+        float(dy.abs().max() * scale) for dy, scale in zip(gradients, scales, strict=True)
     )
-    assert torch.allclose(of_rows, 0.5 * values.float() @ weight.float(), atol=1e-4)
-    of_hidden = torch.cat([one @ up for one, up in zip(gradients, b.split(sizes), strict=True)], 1)
-    assert torch.allclose(of_narrow, of_hidden @ a, atol=1e-4)
-    assert torch.allclose(of_a, of_hidden.t() @ rows, atol=1e-4)
-    by_hand = [one.t() @ own for one, own in zip(gradients, hidden.chunk(2, 1), strict=True)]
-    assert torch.allclose(of_b, torch.cat(by_hand), atol=1e-4)
-    meta = torch.ops.lora.joined_backward_in_fp8(
-        *(
-            [each.to("meta") for each in one] if isinstance(one, list) else one.to("meta")
-            for one in (stored, torch.tensor(0.5), gradients, rows, hidden, across, a, b)
-        )
-    )
-    assert [one.shape for one in meta] == [one.shape for one in (of_rows, of_narrow, of_a, of_b)]
+    of_rows = torch.zeros(16, 48)
+    for number, (dy, weight, scale) in enumerate(zip(gradients, weights, scales, strict=True)):
+        h = x.detach() @ down[number].detach().t()
+        narrow = h @ b.split(sizes)[number].t()
+        y = x8.float() @ weight.float().t() * (x_scale * scale) + narrow
+        assert torch.allclose(outputs[number].detach(), y, atol=1e-4)
+        dy8 = (dy * (factor * scale)).to(GRADIENT_DTYPE).float()
+        dh = dy @ b.split(sizes)[number]
+        of_rows += dy8 @ weight.float() / factor + dh @ down[number].detach()
+        assert down[number].grad is not None and up[number].grad is not None
+        assert torch.allclose(down[number].grad, dh.t() @ x.detach(), atol=1e-4)
+        assert torch.allclose(up[number].grad, s * dy.t() @ h, atol=1e-4)
+    assert x.grad is not None and torch.allclose(x.grad, of_rows, atol=1e-3)
 
 
 def test_the_base_stays_as_it_is() -> None:
