@@ -257,7 +257,7 @@ def test_missing_input_and_existing_output_are_usage_errors(
 def test_only_a_checkpoint_is_promised_and_resumed(tmp_path: Path) -> None:
     said = list[str]()
     for saves in (False, True):
-        display = command.TrainingDisplay(saves=saves)
+        display = command.TrainingDisplay(saves=saves, tolerance=0.05)
         display.say = said.append  # type: ignore[method-assign]
         assert display.stopping() and display.stopping()
     assert ["a checkpoint will be saved" in text for text in said] == [False, True]

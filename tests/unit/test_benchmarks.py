@@ -204,7 +204,7 @@ SAID = [
     ("plan_published", "for {unexplained} of the others, no cause is known"),
     (
         "plan_published",
-        "Of {verdicts} verdicts (fits or out of memory), {verdicts_wrong} are wrong",
+        "Of {verdicts} verdicts, {verdicts_wrong} are wrong",
     ),
     (
         "plan_published",

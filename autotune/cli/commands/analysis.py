@@ -243,8 +243,12 @@ def verify(
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Run at least this many micro batches.")] = 200,
     tolerance: Annotated[
-        float, typer.Option(help="Accept up to this share more time or memory than predicted.")
-    ] = 0.05,
+        float | None,
+        typer.Option(
+            help="Accept up to this share more time or memory than predicted [0.05; on a CPU 0.1].",
+            show_default=False,
+        ),
+    ] = None,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -267,7 +271,7 @@ def verify(
     from autotune.report import describe
     from autotune.study.session import amend_record
 
-    if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
+    if not 1 <= micro_steps <= 10**6 or (tolerance is not None and not 0 < tolerance < 100):
         raise UsageError(
             "--micro-steps must be a positive number, and --tolerance a share such as 0.05",
             remedy="see --help",

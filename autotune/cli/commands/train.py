@@ -102,6 +102,7 @@ def train(
     """
     from autotune.api import load_study
     from autotune.export.run.train import Run
+    from autotune.export.run.verify import tolerance_on
     from autotune.study.storage.location import printed_options
 
     result = load_study(study, storage)
@@ -130,7 +131,9 @@ def train(
     arguments += [*(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
     run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
 
-    display = TrainingDisplay(saves=dataset is not None and max_steps is None)
+    display = TrainingDisplay(
+        saves=dataset is not None and max_steps is None, tolerance=tolerance_on(recipe.device)
+    )
     display.say(f"training {recipe.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, display:
         code, error = run.train(display.progress, lambda: stop() and display.stopping())
@@ -338,14 +341,16 @@ class TrainingDisplay:
     """Shows the run's progress on stderr.
 
     This is a progress bar on a terminal, and a line every half minute elsewhere. `saves` says
-    whether a run that is stopped saves a checkpoint.
+    whether a run that is stopped saves a checkpoint. A step time that differs from the measured one
+    by more than the share `tolerance` gets a note.
     """
 
-    def __init__(self, *, saves: bool) -> None:
+    def __init__(self, *, saves: bool, tolerance: float) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.line = ""
         self._saves = saves
+        self._tolerance = tolerance
         self._printed_at = 0.0
         self._warned = False
         self._stopping = False
@@ -379,8 +384,6 @@ class TrainingDisplay:
 
     def progress(self, now: "Progress") -> None:
         """Show the run's progress; warn once if steps take much more or less time than measured."""
-        from autotune.export.run.verify import TOLERANCE
-
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
         spent_text = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
         usd_text = "" if now.projected_usd is None else f" and {fmt_usd(now.projected_usd)}"
@@ -397,7 +400,7 @@ class TrainingDisplay:
             self._printed_at = time.monotonic()
             self.say(self.line)
 
-        if now.slowdown is not None and abs(now.slowdown) > TOLERANCE and not self._warned:
+        if now.slowdown is not None and abs(now.slowdown) > self._tolerance and not self._warned:
             self._warned = True
             direction = "longer" if now.slowdown > 0 else "less"
             self.say(

@@ -189,7 +189,10 @@ def test_verification_runs_enough_steps_and_one_to_warm_up(
         "train.py",
         True,
         "soak" in options,
-        0.05,
+        0.1 if made.device.kind == "cpu" else 0.05,
+    )
+    assert verify.tolerance_on(resolve_device("cpu")) == 2 * verify.tolerance_on(
+        resolve_device("h100-sxm")
     )
     assert done.promised_step_s == made.winner.performance.step_time_s
     assert done.promised_gib == made.winner.measurement.peak_reserved_gib
