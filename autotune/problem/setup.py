@@ -175,7 +175,7 @@ def set_up(
     cut_off = _cut_off(narrowing.space, workload)
     warnings = (
         *notes_of_checkpoint(model),
-        *_notes_of_kernels(model, probes_run_here),
+        *_notes_of_kernels(model, target.device, probes_run_here),
         *_notes_of_images(spec, workload),
         *((cut_off + _keeps(narrowing.space, workload, model),) if cut_off else ()),
         *_warnings(spec, narrowing, workload, model.text_type),
@@ -645,12 +645,17 @@ def notes_of_checkpoint(model: ModelSpec) -> list[str]:
     return notes
 
 
-def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
+def _notes_of_kernels(model: ModelSpec, device: DeviceSpec, probes_run_here: bool) -> list[str]:
     """Return notes about the fast kernels for some of the model's layers.
 
     The notes name the missing packages, and the kernels for which the study's numbers are valid.
     """
-    from autotune.catalog.fast_kernels import counted_packages, is_installed
+    from autotune.catalog.fast_kernels import (
+        TILELANG,
+        counted_packages,
+        is_installed,
+        lacks_tilelang,
+    )
 
     needed = model.kernel_packages
     with_kernels = counted_packages(needed)
@@ -659,8 +664,15 @@ def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
     notes = []
 
     if probes_run_here:
+        refused = "fla" in needed and lacks_tilelang(device)
         if missing := _join_packages(model, [name for name in without if not is_installed(name)]):
-            notes.append(f"{slow}; for fast kernels: pip install {missing}")
+            also = f" {TILELANG}" if refused and not is_installed("fla") else ""
+            notes.append(f"{slow}; for fast kernels: pip install {missing}{also}")
+        if refused and is_installed("fla"):
+            notes.append(
+                "flash-linear-attention refuses this machine's version of Triton on Hopper GPUs:"
+                f" pip install {TILELANG}"
+            )
         if uncounted := _join_packages(model, [name for name in without if is_installed(name)]):
             notes.append(
                 f"probes measure the fast kernels of {uncounted}, but estimates do not count them:"

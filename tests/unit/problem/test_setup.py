@@ -5,6 +5,7 @@ paths.
 import importlib.util
 from dataclasses import replace
 from datetime import date
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -824,3 +825,30 @@ def test_the_packages_with_kernels_for_layers_other_than_attention_are_named(
         counted = "all numbers here are with the fast kernels of flash-linear-attention"
         assert planned[1].startswith(counted)
     assert "pip install" not in missing[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "triton", "lacks"),
+    [
+        ("h100", "3.6.0", True),
+        ("h100", "3.3.1", False),
+        ("h100", "3.7.1", False),
+        ("h100", None, False),
+        ("a100-80gb-sxm", "3.6.0", False),
+    ],
+)
+def test_tilelang_is_named_where_triton_is_refused(
+    gpu: str, triton: str | None, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if triton is None:
+            raise PackageNotFoundError(name)
+        return triton
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    spec, target = StudySpec(model="qwen3.5-4b", gpu=gpu), Target(device=resolve_device(gpu))
+    wanted = "pip install causal-conv1d flash-linear-attention" + " tilelang" * lacks
+    assert set_up(spec, target).warnings[0].endswith(wanted)
+    monkeypatch.setattr("autotune.catalog.fast_kernels.is_installed", lambda name: name == "fla")
+    found = set_up(spec, target).warnings
+    assert any(one.endswith("Hopper GPUs: pip install tilelang") for one in found) is lacks
