@@ -14,8 +14,13 @@ from autotune.core.oom_text import RUNTIME_ERRORS, SIZE, requested_gib, size_gib
 from autotune.core.units import fmt_gib
 
 _WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", *RUNTIME_ERRORS)
-_IS_OOM = re.compile("|".join(map(re.escape, _WORDS)), re.IGNORECASE)
-_HOST = ("DefaultCPUAllocator", "std::bad_alloc")
+# What Linux, a shell and Slurm write about a process that the system killed to free memory
+_KILLED = (r"oom[-_]kill", r"^(?:zsh: )?killed\b[^\n]{0,40}$")
+_IS_OOM = re.compile("|".join([*map(re.escape, _WORDS), *_KILLED]), re.IGNORECASE | re.MULTILINE)
+_ON_HOST = re.compile(
+    "|".join(["DefaultCPUAllocator", "std::bad_alloc", "out of memory: killed process", *_KILLED]),
+    re.IGNORECASE,
+)
 # A CUDA context and the libraries of one process take less than this outside torch's allocator.
 USUAL_OUTSIDE_GIB = 1.5
 # A single tensor of at least this share of the GPU's memory is seldom an activation of a layer.
@@ -35,12 +40,13 @@ class OomMessage:
     `free_blocks_gib` is memory that torch's allocator holds in free blocks. `free_gib` is memory
     that no program holds, unless torch may not take it all. `outside_gib` is the memory of other
     programs. If the message does not give the memory of the process, it includes the CUDA context
-    and the libraries of the process.
+    and the libraries of the process. `on_amd` says that the GPU is one of AMD.
     """
 
     JSON: ClassVar = fields_plus("cause", "first_change")
 
     on_host: bool
+    on_amd: bool = False
     capacity_gib: float | None
     requested_gib: float | None
     allocated_gib: float | None
@@ -63,19 +69,19 @@ class OomMessage:
         needed, outside = self.needed_gib, self.outside_gib
         if needed is None:
             return "too large"
+        # Segments that can grow join free blocks with each other and with free memory.
+        free_blocks = self.free_blocks_gib or 0.0
+        unused = free_blocks + (self.free_gib or 0.0)
+        is_fragmented = free_blocks > 0 and unused >= (self.requested_gib or 0.0)
         if (
             outside is not None
             and self.capacity_gib is not None
             and outside > USUAL_OUTSIDE_GIB
             and needed + USUAL_OUTSIDE_GIB < self.capacity_gib
+            and not (is_fragmented and free_blocks > outside)
         ):
             return "other programs"
-        # Segments that can grow join free blocks with each other and with free memory.
-        if self.free_blocks_gib:
-            unused = self.free_blocks_gib + (self.free_gib or 0.0)
-            if unused >= (self.requested_gib or 0.0):
-                return "fragmentation"
-        return "too large"
+        return "fragmentation" if is_fragmented else "too large"
 
     @property
     def first_change(self) -> str:
@@ -84,11 +90,12 @@ class OomMessage:
             return "offload nothing to the host, and give the data loader fewer workers"
         if self.cause == "other programs":
             return (
-                "stop the other programs on this GPU (`nvidia-smi` lists them), or give a vLLM of "
-                "this training a smaller share"
+                f"stop the other programs on this GPU (`{'rocm' if self.on_amd else 'nvidia'}-smi` "
+                "lists them), or give a vLLM of this training a smaller share"
             )
         if self.cause == "fragmentation":
-            return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            maker = "HIP" if self.on_amd else "CUDA"
+            return f"set PYTORCH_{maker}_ALLOC_CONF=expandable_segments:True"
         return "half the micro batch size, or a loss in chunks" if self.is_large else _LESS
 
     @property
@@ -166,7 +173,8 @@ def read_message(text: str) -> OomMessage | None:
         outside = max(0.0, capacity - free - own)
 
     return OomMessage(
-        on_host=any(name in words for name in _HOST),
+        on_host=_ON_HOST.match(words) is not None,
+        on_amd="HIP " in words,
         capacity_gib=capacity,
         requested_gib=requested_gib(words),
         allocated_gib=allocated,

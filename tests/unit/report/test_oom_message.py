@@ -19,6 +19,11 @@ BLOCKS = (
     "70.00 GiB is allocated by PyTorch, with 10.00 MiB allocated in private pools (e.g., CUDA "
     "Graphs), and 8.50 GiB is reserved by PyTorch but unallocated."
 )
+HIP = (
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+    "capacity of 64.00 GiB of which 1.50 GiB is free. Of the allocated memory 40.00 GiB is "
+    "allocated by PyTorch, and 18.50 GiB is reserved by PyTorch but unallocated."
+)
 HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes."
 
 
@@ -29,7 +34,18 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 107374
         (f"step 1\n{NEW}\n{OTHERS}", "too large", (23.69, 2.0, 21.5, 0.5, 0.01)),  # the first one
         (OTHERS, "other programs", (16.0, 20 / 1024, 4.5, 0.5, 11.0)),
         (BLOCKS, "fragmentation", (79.0, 0.25, 70.0, 8.5, 0.375)),
+        (
+            HIP,
+            "fragmentation",
+            (64.0, 2.0, 40.0, 18.5, 4.0),
+        ),  # more free blocks than others' memory
+        (HIP.replace("18.50", "2.50"), "other programs", (64.0, 2.0, 40.0, 2.5, 20.0)),
         (HOST, "host", (None, 1.0, None, None, None)),
+        ("Killed", "host", (None,) * 5),
+        ("step 3\nrun.sh: line 7: 99\nKilled  python train.py\n", "host", (None,) * 5),
+        ("Out of memory: Killed process 99 (python) total-vm:9kB", "host", (None,) * 5),
+        ("slurmstepd: error: Detected 1 oom_kill event", "host", (None,) * 5),
+        (f"{NEW}\nKilled", "too large", (23.69, 2.0, 21.5, 0.5, 0.01)),
         ("CUDA error: out of memory", "too large", (None,) * 5),
     ],
 )
@@ -49,6 +65,13 @@ def test_a_message_gives_its_sizes_and_the_cause(
     first, *rest = message.answer()
     assert message.first_change in first
     assert ("autotune check" in " ".join(rest)) is (cause == "too large")
+
+
+def test_the_tools_of_an_amd_gpu_are_named() -> None:
+    fragmented, shared = read_message(HIP), read_message(HIP.replace("18.50", "2.50"))
+    assert fragmented is not None and shared is not None
+    assert fragmented.first_change == "set PYTORCH_HIP_ALLOC_CONF=expandable_segments:True"
+    assert "`rocm-smi` lists them" in shared.first_change
 
 
 def test_the_answer_gives_the_least_that_the_training_needs() -> None:
@@ -79,7 +102,9 @@ def test_free_memory_counts_if_no_block_is_large_enough() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["", "demo-3m-cpu", "RuntimeError: shapes do not match"])
+@pytest.mark.parametrize(
+    "text", ["", "demo-3m-cpu", "RuntimeError: shapes do not match", "the old job was killed by me"]
+)
 def test_other_texts_are_no_message(text: str) -> None:
     assert read_message(text) is None
 
