@@ -14,8 +14,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     import difflib
 
     bare = {one.lstrip("-"): one for one in known}  # the dashes of options make all alike
-    near = difflib.get_close_matches(str(name).lower().lstrip("-"), sorted(bare))  # at most three
-    close = [bare[one] for one in near]
+    wanted = str(name).lower().lstrip("-")
+    # First the names that a user may have cut short, such as 'rtx-4060-ti'
+    longer = [one for one in sorted(bare) if len(wanted) > 2 and one.lower().startswith(wanted)]
+    near = dict.fromkeys([*longer, *difflib.get_close_matches(wanted, sorted(bare))])
+    close = [bare[one] for one in list(near)[:3]]
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
