@@ -46,6 +46,9 @@ def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
     for pins in dict.fromkeys(row.ignored_pins for row in rows if row.ignored_pins):
         names = [_name(row) for row in rows if row.ignored_pins == pins]
         print_text(f"only for comparison, without {' and '.join(pins)}: {', '.join(names)}")
+    for problem in dict.fromkeys(row.problem for row in rows if row.problem):
+        names = [_name(row) for row in rows if row.problem == problem]
+        print_text(f"{', '.join(names)}: {problem}")
     if gpu_plan.needs_link:
         reason = ALONE if gpu_plan.task.device.is_alone else NO_LINK
         print_text(f"no speed for several GPUs: {reason}")
@@ -74,10 +77,6 @@ def _best_rows(gpu_plan: GpuPlan) -> Sequence[RankPlan]:
 
 def _print_details(gpu_plan: GpuPlan) -> None:
     task = gpu_plan.task
-    for reason in dict.fromkeys(row.problem for row in gpu_plan.rows if row.problem):
-        names = [_name(row) for row in gpu_plan.rows if row.problem == reason]
-        print_text(f"{', '.join(names)}: {reason}")
-
     for row in gpu_plan.rows:
         if row.num_without_speed:
             print_text(
@@ -96,7 +95,7 @@ def _print_details(gpu_plan: GpuPlan) -> None:
         f"{task.workload.trained:,} examples x {task.workload.epochs} epoch(s), global batch "
         f"{task.workload.global_batch}"
     )
-    print_text(f"Every number is projected, without a measurement here: {gpu_plan.how_sure}.")
+    print_text(f"Every number is estimated, without a measurement here: {gpu_plan.how_sure}.")
     for removal in gpu_plan.left_out:
         print_text(removal, "left out: ")
 

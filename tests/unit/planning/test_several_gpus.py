@@ -471,7 +471,7 @@ def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: An
     assert short.startswith("1 h100-sxm trains Mistral-7B-v0.3 cheapest within 5 h: LoRA r")
     assert short.count("\n│ ") == 2 and "Every number" not in short
     code, out, _ = run(monkeypatch, capsys, *asked, "--details")
-    assert code == 0 and out.count("Every number is projected") == 1
+    assert code == 0 and out.count("Every number is estimated") == 1
     rows = {
         tuple(cell.strip() for cell in line.strip("│ ").split("│"))[:2]: line
         for line in out.splitlines()
@@ -484,6 +484,14 @@ def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: An
     assert "cheapest: 1 GPU (lora r" in out and "fastest: 2 GPUs, ddp (lora r" in out
     assert "cheapest within 5 h: 1 GPU (" in out and "it may take" not in out
     assert "no speed for several GPUs" not in out and "at $2.00/h" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_impossible_number_of_gpus_has_its_reason(monkeypatch: Any, capsys: Any) -> None:
+    code, short, _ = run(monkeypatch, capsys, "--gpu", "h100", "--gpus", "1,3")
+    assert code == 0 and short.count("does not divide the global batch 32") == 1
+    _, details, _ = run(monkeypatch, capsys, "--gpu", "h100", "--gpus", "1,3", "--details")
+    assert "\n3 ddp, 3 fsdp2, " in details and details.count("does not divide") == 1
 
 
 @pytest.mark.usefixtures("folder")
