@@ -49,7 +49,7 @@ class InvalidSpec(UsageError, ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, remedy="see `autotune run --help`")
+        super().__init__(message, remedy="see --help")
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("plan", {"gpu": "rtx-4091"}, "'rtx-4091'", "did you mean 'rtx-4090'"),
     ("plan", {"gpu": "a10", "exampels": 5}, "no option '--exampels'", "'--examples'"),
     ("plan", {"gpu": "a10", "examples": "many"}, "--examples: 'many'", "autotune plan --help"),
-    ("plan", {"gpu": "a10", "examples": 0}, "examples cannot be 0", "autotune run --help"),
+    ("plan", {"gpu": "a10", "examples": 0}, "examples cannot be 0", "see --help"),
     ("train", {}, "no tool 'train'", "try: one of plan, compare"),
 ]
 
