@@ -9,7 +9,7 @@ the setting. A run is refused if probes do not support its objective.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
 from autotune.planning.foreign_arguments import SCRIPTS, read_script, refuse_variables
+from autotune.planning.foreign_dataset import LIMITED
 from autotune.planning.foreign_evaluation import evaluation_of, held_out
 from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, SHELL, File, Refused, quote, table
 from autotune.planning.foreign_knobs import PACKED_EXPERTS, WITHOUT_LIGER, knobs_of
@@ -542,7 +543,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         num_gpus=num_gpus,
         epochs=None if max_steps > 0 else float(epochs),
         max_steps=max_steps if max_steps > 0 else None,
-        max_examples=samples * max(1, len(datasets)) or None,
+        max_examples=_most_examples(file, datasets, samples),
         dataset=",".join(datasets) or None,
         objective=objective,
         evaluation=evaluation,
@@ -553,6 +554,17 @@ def _read(file: File, tool: str) -> ForeignConfig:
         needs_more=not file.noted.isdisjoint(table("needs_more")),
         whole_logits=WHOLE_LOGITS in file.noted,
     )
+
+
+def _most_examples(file: File, datasets: Sequence[str], samples: int) -> int | None:
+    """Return the limit over all datasets, or None. `samples` limits each dataset unless it is 0.
+
+    ms-swift takes N examples of a dataset that is written as name#N.
+    """
+    counts = [LIMITED.search(name) for name in datasets] if file.has(SWIFT) else []
+    if counts and None not in counts:
+        return sum(int(count[1]) for count in counts if count)
+    return samples * max(1, len(datasets)) or None
 
 
 def _seq_len(file: File, tool: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from os.path import expanduser
 from pathlib import Path
@@ -14,6 +15,7 @@ from autotune.report.values.check import ForeignConfig
 _KEYS = ("datasets", "pretraining_dataset", "dataset_name", "dataset")
 # Values of `path` that name a format of the files in `data_files`
 _FORMATS = ("json", "parquet", "arrow", "csv", "text")
+LIMITED = re.compile(r"#(\d+)$")  # the number of examples behind the name of a dataset
 _ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")
 
 
@@ -24,6 +26,18 @@ def local_dataset(file: Path, run: ForeignConfig) -> Path | None:
     """
     found = [_find(file, name) for name in _file_names(file, run)]
     return found[0] if len(found) == 1 else None
+
+
+def unread_datasets(file: Path, run: ForeignConfig) -> str:
+    """Return a sentence about a run's several datasets of which this machine has a file, or ""."""
+    names = _file_names(file, run)
+    found = [name for name in names if _find(file, name) is not None]
+    if len(names) < 2 or not found:
+        return ""
+    return (
+        f"{file.name} names {len(names)} datasets, which are not read together: their number of "
+        "examples and their lengths are assumed. Pass one file with all examples: --dataset FILE."
+    )
 
 
 def absent_dataset(file: Path, run: ForeignConfig) -> str:
@@ -45,7 +59,7 @@ def absent_dataset(file: Path, run: ForeignConfig) -> str:
 
 def _file_names(file: Path, run: ForeignConfig) -> list[str]:
     """Return the names of a run's datasets; LLaMA-Factory's are those of the registered files."""
-    names = list(_names(run.values))
+    names = [LIMITED.sub("", name) for name in _names(run.values)]
     if run.format == "llamafactory":
         names = list(_registered(file, run.values, names))
     return names

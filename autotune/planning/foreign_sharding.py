@@ -41,6 +41,15 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _STORAGE = {"axolotl": "bfloat16", "llamafactory": "bfloat16", "trl": "uint8"}
 # The objectives whose training on several GPUs is estimated
 SHARDED = (Objective.SFT, Objective.GRPO)
+# torch's numbers of FSDP 1's strategies, which accelerate's files may have in place of the names
+_FSDP_1 = {
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": "no_shard",
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+}
+_KEEPING = ("shard_grad_op", "hybrid_shard_zero2")  # these keep whole weights after a forward pass
 _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 
 
@@ -73,10 +82,13 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
     if all(values.get(key) in _OFF for key in ("fsdp", "fsdp_config", "fsdp_version")):
         return None
     fsdp = str(values.get("fsdp")).lower()
+    of_fsdp_1 = str(_fsdp_setting(values, "sharding_strategy")).lower()
+    if _is_fsdp_1(values):
+        fsdp += f" {_FSDP_1.get(of_fsdp_1, of_fsdp_1)}"
     if "no_shard" in fsdp:
         return "ddp"
     reshards = str(_fsdp_setting(values, "reshard_after_forward", default=True)).lower()
-    keeps = "shard_grad_op" in fsdp or reshards in ("false", "shard_grad_op", "no_shard")
+    keeps = any(name in fsdp for name in _KEEPING) or reshards in ("false", *_KEEPING, "no_shard")
     return "fsdp2_keep" if keeps else "fsdp2"
 
 

@@ -36,7 +36,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import adapt_to_model, locate_refusal, parse, read_file
-from autotune.planning.foreign_dataset import absent_dataset, local_dataset
+from autotune.planning.foreign_dataset import absent_dataset, local_dataset, unread_datasets
 from autotune.planning.foreign_file import MAX_COUNT, Refused
 from autotune.planning.foreign_knobs import FUSED_LOSS
 from autotune.planning.foreign_sharding import shard_run
@@ -277,8 +277,8 @@ def _task_of_examples(
     """
     is_described = any(getattr(spec, name) is not None for name in _LENGTH_OPTIONS)
     named = None if is_described else local_dataset(file, run)
-    absent = "" if is_described else absent_dataset(file, run)
-    unread: tuple[str, ...] = (absent,) if absent else ()
+    about = () if is_described else (absent_dataset(file, run), unread_datasets(file, run))
+    unread: tuple[str, ...] = tuple(filter(None, about))
     if named is not None:
         own = replace(spec, dataset=str(named))
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.planning.foreign_config import parse
-from autotune.planning.foreign_dataset import absent_dataset, local_dataset
+from autotune.planning.foreign_dataset import absent_dataset, local_dataset, unread_datasets
 
 NEEDED: dict[str, dict[str, Any]] = {
     "trl": {"model_name_or_path": "m"},
@@ -71,6 +71,33 @@ def test_a_dataset_file_that_is_absent_is_named_with_its_folders(
     said = absent_dataset(folder / "run.yaml", parse(NEEDED[tool] | keys, tool))
     assert (f"not found: {absent} in {folder} or in {tmp_path}. Pass" in said) is bool(absent)
     assert bool(said) is bool(absent)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"datasets": [{"path": "a.jsonl"}, {"path": "org/name"}]}, True),
+        ({"datasets": [{"path": "a.jsonl"}]}, False),
+        ({"datasets": [{"path": "org/name"}, {"path": "org/other"}]}, False),
+    ],
+)
+def test_several_datasets_that_are_not_read_are_named(
+    keys: dict[str, Any], said: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    text = unread_datasets(tmp_path / "run.yaml", parse(NEEDED["axolotl"] | keys, "axolotl"))
+    assert ("run.yaml names 2 datasets, which are not read together" in text) is said
+
+
+def test_a_count_behind_a_name_limits_ms_swifts_examples(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    names = ["a.jsonl#300", "org/name:subset#200"]
+    swift = NEEDED["trl"] | {"ms-swift": True}
+    assert parse(swift | {"dataset_name": names}, "trl").max_examples == 500
+    assert parse(swift | {"dataset_name": [*names, "org/all"]}, "trl").max_examples is None
+    assert parse(NEEDED["trl"] | {"dataset_name": names[0]}, "trl").max_examples is None
+    one = parse(swift | {"dataset_name": names[:1]}, "trl")
+    assert local_dataset(tmp_path / "run.sh", one) == tmp_path / "a.jsonl"
 
 
 def test_a_broken_list_of_datasets_names_no_file(tmp_path: Path) -> None:

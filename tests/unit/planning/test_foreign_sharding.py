@@ -64,6 +64,12 @@ SHARDED = (
         ({"fsdp": ["full_shard", "auto_wrap"]}, "fsdp2"),
         ({"fsdp": "no_shard"}, "ddp"),
         ({"fsdp": "shard_grad_op auto_wrap"}, "fsdp2_keep"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, "fsdp2_keep"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp2"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}}, "fsdp2_keep"),
+        # FSDP 2 does not read the strategy of FSDP 1
+        ({"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "NO_SHARD"}}, "fsdp2"),
         (FSDP, "fsdp2"),
         ({"fsdp_version": 2, "fsdp_config": {"fsdp_reshard_after_forward": False}}, "fsdp2_keep"),
         ({"fsdp": [], "fsdp_config": {}}, None),
