@@ -505,6 +505,12 @@ def _read(file: File, tool: str) -> ForeignConfig:
     if tool == "axolotl" and objective is Objective.GRPO:
         file = with_rollout_keys(file)
     knobs = knobs_of(file, tool, objective)
+    # bitsandbytes keeps these states in 32 bits, torch in the dtype of the weights.
+    optimizer = file.text(key_of(tool, "optimizer"), default="")
+    in_32_bits = "32bit" in optimizer and "lion" not in optimizer
+    if in_32_bits and knobs["precision"] == "bf16_pure":
+        state = f"{knobs['optimizer']} for weights in 16 bits"
+        file.note(True, "larger_optimizer", name=quote(optimizer), state=state)
 
     micro_batch = whole_number(file, tool, "micro_batch_size")
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)

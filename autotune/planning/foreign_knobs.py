@@ -99,7 +99,12 @@ def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     optimizers = {name: name for name in KNOBS["optimizer"].choices} | table("optimizers")
     similar = (known for part, known in table("similar_optimizers").items() if part in optimizer)
     state = next(similar, "adamw_torch")
-    file.note(optimizer not in optimizers, "optimizer", name=quote(optimizer), state=state)
+    is_other = optimizer not in optimizers
+    file.note(is_other, "optimizer", name=quote(optimizer), state=state)
+    larger = any(part in optimizer for part in table("larger_optimizers"))
+    file.note(larger, "larger_optimizer", name=quote(optimizer), state=state)
+    for part in table("smaller_optimizers"):
+        file.note(is_other and part in optimizer, "less_memory", key=f"optimizer {part}")
 
     # Axolotl starts a process for each GPU if the file sets none of these keys (its schema's
     # default_dataloader_opts), so at least one.

@@ -217,6 +217,10 @@ def _with_uncounted(
         if run.values.get(key) not in _OFF and notes["less_memory"].format(key=key) in run.notes:
             causes.append(f"the memory that {key} saves")
             freed |= set(terms)
+    for part, terms in table["smaller_optimizers"].items():
+        if notes["less_memory"].format(key=f"optimizer {part}") in run.notes:
+            causes.append(f"the memory that the optimizer {part} saves")
+            freed |= set(terms)
 
     terms = _offloaded_terms(run.values)
     if terms and (not is_counted or run.values.get("use_kt") not in _OFF):

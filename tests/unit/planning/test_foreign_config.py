@@ -142,6 +142,26 @@ def test_axolotl_qlora_example(read):
     assert run.notes == (KERNELS, "The optimizer 'paged_adamw_32bit' is counted as adamw_torch.")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "pure", "said"),
+    [
+        ("ademamix", False, "its state is larger than that of adamw_torch."),
+        ("paged_adamw_32bit", True, "its state is larger than that of adamw_torch for weights"),
+        ("paged_adamw_32bit", False, None),
+        ("lion_32bit", True, "optimizer lion is not counted: the run needs less memory"),
+        ("lomo", True, "optimizer lomo is not counted: the run needs less memory"),
+        ("paged_lion_8bit", True, None),
+        ("adamw_torch", True, None),
+    ],
+)
+def test_other_optimizers_have_their_state(optimizer: str, pure: bool, said: str | None) -> None:
+    keys = {"model_name_or_path": "m", "do_train": True, "finetuning_type": "full"}
+    run = parse(keys | {"optim": optimizer, "pure_bf16": pure, "bf16": not pure}, "llamafactory")
+    about = [note for note in run.notes if "state is larger" in note or "less memory" in note]
+    assert said in about[0] if said else not about
+    assert run.needs_more is (said is not None and "larger" in said)
+
+
 def test_axolotl_full_example(read):
     """axolotl-ai-cloud/axolotl, examples/llama-3/fft-8b-liger-fsdp.yaml."""
     run = read(
