@@ -286,7 +286,14 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     checkpointing = "full" if every == 1 else f"every_{every}"
     if offload or recompute_options.flag("offload"):
         checkpointing = "offload"
-    older = objective_of(file, "trl") is Objective.GRPO and bool(older_key(file))
+    objective = objective_of(file, "trl")
+    is_sft = objective is Objective.SFT
+    # TRL recomputes by default since 0.22. The key `max_seq_length` of SFT ended with 0.20. Keys of
+    # older GRPO runs ended later, and the sleep mode came with 0.23.
+    own_length = file.has("max_seq_length") and not file.has("max_length", "Unsloth", SWIFT)
+    older_sft = is_sft and own_length
+    older_grpo = objective is Objective.GRPO and bool(older_key(file))
+    older = older_sft or (older_grpo and not file.has("vllm_enable_sleep_mode"))
     recomputes = file.flag("gradient_checkpointing", default=not older)
     if not file.flag("activation_checkpointing", default=recomputes):
         checkpointing = "none"
@@ -302,8 +309,8 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     file.note(offload and checkpointing == "none", "less_memory", key="activation_offloading")
     file.note(recompute_options.flag("selective"), "more_memory", key="selective")
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
-    plain, liger = file.has(TRANSFORMERS, SWIFT), file.flag("use_liger_kernel")
-    is_sft = objective_of(file, "trl") is Objective.SFT
+    file.note(older_sft, "older_sft")
+    plain, liger = file.has(TRANSFORMERS, SWIFT) or older_sft, file.flag("use_liger_kernel")
     file.note(is_sft and not plain, "chunked_loss")
     fused = not plain or (liger and not file.has(OWN_LOSS))
     file.note(is_sft and plain and fused, "fused_loss")

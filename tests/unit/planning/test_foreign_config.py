@@ -5,6 +5,7 @@ refused.
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -162,6 +163,32 @@ def test_other_optimizers_have_their_state(optimizer: str, pure: bool, said: str
     assert run.needs_more is (said is not None and "larger" in said)
 
 
+@pytest.mark.parametrize(
+    ("keys", "label", "said"),
+    [
+        ({"max_seq_length": 512}, "full 8x512 bf16_mixed ckpt-none adamw_torch_fused", True),
+        ({"max_seq_length": 512, "gradient_checkpointing": True}, "full 8x512 bf16_mixed", True),
+        ({"max_length": 512}, "full 8x512 bf16_mixed ckpt-full adamw_torch_fused chunked", False),
+        ({"max_seq_length": 512, "Unsloth": True}, "full 8x512 bf16_mixed ckpt-full", False),
+    ],
+)
+def test_the_length_of_older_versions_of_trl_has_their_defaults(
+    keys: dict[str, Any], label: str, said: bool
+) -> None:
+    """TRL 0.19 has the key, and neither recomputes by default nor computes the loss in chunks."""
+    run = parse({"model_name_or_path": "m"} | keys, "trl")
+    assert run.config.label().startswith(label) and (run.config.loss == "full") is said
+    assert any("a key of TRL before 0.20" in note for note in run.notes) is said
+
+
+def test_a_key_of_trl_since_0_23_means_recomputation() -> None:
+    keys = {"model_name_or_path": "m", "max_prompt_length": 512, "use_vllm": True}
+    keys |= {"objective": "grpo"}
+    older = parse(keys, "trl").config
+    newer = parse(keys | {"vllm_enable_sleep_mode": True}, "trl").config
+    assert (older.checkpointing, newer.checkpointing) == ("none", "full")
+
+
 def test_axolotl_full_example(read):
     """axolotl-ai-cloud/axolotl, examples/llama-3/fft-8b-liger-fsdp.yaml."""
     run = read(
@@ -315,7 +342,7 @@ def test_defaults(read):
     [
         ("trl", "{load_in_4bit: 1, use_bnb_nested_quant: true, lora_r: '6.4e1', use_dora: true,"
          " use_rslora: yes, "
-         "max_seq_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3,"
+         "max_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3,"
          " optim: adamw_bnb_8bit}",
          "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit on-q_v compiled chunked-loss"
          " packed loader-4 "
