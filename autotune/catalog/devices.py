@@ -14,6 +14,7 @@ from autotune.catalog.own_devices import EXAMPLE, is_own, own_row
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
 from autotune.core.machine import multiplies_bf16
+from autotune.core.text import split_count
 
 # The memory in GiB that nvidia-smi shows, divided by the GB in the product's name. This ratio is
 # assumed for cards whose total in nvidia-smi is unknown. Known ratios are 0.995 to 1.0 (H100
@@ -204,6 +205,11 @@ def catalogued_device(name: str) -> DeviceSpec:
     device = named_device(name) or _respelled_device(name)
     if device is None:
         refuse_other_names(name)
+        count, one = split_count(name)
+        if count is not None:
+            raise UsageError(
+                f"--gpu {name}: this command is for one GPU", remedy=f"name the GPU: --gpu {one}"
+            )
         known = _devices_by_name()
         raise UsageError(
             f"unknown gpu {name!r}{did_you_mean(_normalize(name), known)}",

@@ -1,4 +1,4 @@
-"""Makes text of unknown origin safe for a terminal, a command line, a file name, or Markdown."""
+"""Makes text of unknown origin safe for a terminal, a file name, or Markdown, and splits texts."""
 
 import re
 import shlex
@@ -72,3 +72,9 @@ def markdown_text(text: str) -> str:
 
     flat = " ".join(printable(text, " ").split())
     return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(flat, quote=False))
+
+
+def split_count(gpu: str) -> tuple[str | None, str]:
+    """Split a count from a name: '8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
+    return (match[1], match[2]) if match else (None, gpu)

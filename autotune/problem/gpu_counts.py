@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from autotune.core.errors import UsageError
+from autotune.core.text import split_count
 from autotune.core.units import parse_duration
 
 Counts = str | int | Sequence[int]
@@ -76,12 +77,6 @@ def parse_network(given: str | float | None) -> float | None:
             remedy=f"give the GB/s that a host can send, or one of {names}",
         )
     return REACHED * nominal
-
-
-def split_count(gpu: str) -> tuple[str | None, str]:
-    """Split a count from a name: '8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
-    match = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
-    return (match[1], match[2]) if match else (None, gpu)
 
 
 def counted_gpu(gpu: str, gpus: Counts | None) -> tuple[str | None, str]:

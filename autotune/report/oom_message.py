@@ -14,8 +14,16 @@ from autotune.core.oom_text import RUNTIME_ERRORS, SIZE, requested_gib, size_gib
 from autotune.core.units import fmt_gib
 
 _WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", *RUNTIME_ERRORS)
-# What Linux, a shell and Slurm write about a process that the system killed to free memory
-_KILLED = (r"oom[-_]kill", r"^(?:zsh: )?killed\b[^\n]{0,40}$")
+# What Linux, a shell, Slurm and torchrun write about a process that the system killed to free
+# memory, and what torch writes if /dev/shm is full
+_KILLED = (
+    r"oom[-_]kill",
+    r"^(?:zsh: )?killed\b[^\n]{0,40}$",
+    r"exitcode\s*:\s*-9\b",
+    r"\(SIGKILL\)",
+    r"insufficient shared memory",
+    r"out of shared memory",
+)
 _IS_OOM = re.compile("|".join([*map(re.escape, _WORDS), *_KILLED]), re.IGNORECASE | re.MULTILINE)
 _ON_HOST = re.compile(
     "|".join(["DefaultCPUAllocator", "std::bad_alloc", "out of memory: killed process", *_KILLED]),

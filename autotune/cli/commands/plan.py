@@ -19,7 +19,8 @@ from autotune.cli.terminal import (
 )
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.objective import Objective
-from autotune.problem.gpu_counts import NETWORKS, split_count
+from autotune.core.text import split_count
+from autotune.problem.gpu_counts import NETWORKS
 from autotune.problem.study_spec import ROLLOUTS, StudySpec
 from autotune.study.storage.location import EVIDENCE
 

@@ -127,6 +127,17 @@ def test_any_gpu_leads_to_this_machines(name):
     assert "--gpu auto" in caught.value.remedy
 
 
+def test_a_count_is_refused_where_one_gpu_is_needed():
+    with pytest.raises(UsageError, match="--gpu 2xh100: this command is for one GPU") as caught:
+        resolve_device("2xh100")
+    assert caught.value.remedy == "name the GPU: --gpu h100"
+
+
+def test_a_name_that_was_cut_short_is_completed():
+    with pytest.raises(UsageError, match="did you mean 'rtx-4060-ti-16gb' or 'rtx-4060-ti-8gb'"):
+        resolve_device("rtx 4060 ti")
+
+
 def test_unknown_device_suggests_a_near_name():
     with pytest.raises(UsageError, match=r"unknown gpu 'a10x'; did you mean .*'a10'") as caught:
         resolve_device("a10x")

@@ -3,12 +3,12 @@
 import pytest
 
 from autotune.core.errors import UsageError
+from autotune.core.text import split_count
 from autotune.problem.gpu_counts import (
     parse_gpus,
     parse_network,
     parse_nodes,
     parse_within,
-    split_count,
 )
 
 

@@ -44,6 +44,13 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 107374
         ("Killed", "host", (None,) * 5),
         ("step 3\nrun.sh: line 7: 99\nKilled  python train.py\n", "host", (None,) * 5),
         ("Out of memory: Killed process 99 (python) total-vm:9kB", "host", (None,) * 5),
+        ("exitcode  : -9 (pid: 7)\ntraceback : Signal 9 (SIGKILL) received", "host", (None,) * 5),
+        (
+            "RuntimeError: DataLoader worker is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory.",
+            "host",
+            (None,) * 5,
+        ),
         ("slurmstepd: error: Detected 1 oom_kill event", "host", (None,) * 5),
         (f"{NEW}\nKilled", "too large", (23.69, 2.0, 21.5, 0.5, 0.01)),
         ("CUDA error: out of memory", "too large", (None,) * 5),
