@@ -122,19 +122,20 @@ def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
     work = task.workload
     assumed = " (assumed)" if work.examples_assumed else ""
     epochs = fmt_many(cost.epochs, "epoch")
-    seq_len = estimated.config.seq_len
-    cut = work.truncated(seq_len)
-    kept = (
-        f", {100 * cut:.3g} % of the tokens cut off at {seq_len:,}"
-        if cut >= WORTH_A_WARNING
-        else ""
-    )
-    run = f"{fmt_many(cost.examples, 'example')}{assumed} of {work.lengths}{kept}, {epochs}"
+    cut = _cut_text(estimated, task)
+    at_length = f"{cut} at {estimated.config.seq_len:,}" if cut else ""
+    run = f"{fmt_many(cost.examples, 'example')}{assumed} of {work.lengths}{at_length}, {epochs}"
     if price is None or cost.interval_usd is None:
         return f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR), for {run}"
     spot = f", {fmt_usd(cost.spot_usd)} at spot" if cost.spot_usd is not None else ""
     bounds = " to ".join(map(fmt_usd, cost.interval_usd))
     return f"{bounds}{spot}, {at} {describe_price(price, date.today())}, for {run}"
+
+
+def _cut_text(estimated: Estimate, task: Task) -> str:
+    """Return ", 50 % of the tokens cut off", or "" if hardly any token is."""
+    cut = task.workload.truncated(estimated.config.seq_len)
+    return f", {100 * cut:.3g} % of the tokens cut off" if cut >= WORTH_A_WARNING else ""
 
 
 def certainty(estimated: Estimate, num_gpus: int = 1) -> str:
@@ -176,7 +177,7 @@ def _plan_verdict(plan: Plan) -> str:
     model = plan.task.model.short
     card = plan.task.device.label
     if plan.best is not None:
-        numbers = run_numbers(plan.best)
+        numbers = run_numbers(plan.best) + _cut_text(plan.best, plan.task)
         return f"{model} fits {card}: {shape(plan.best.config)}, {numbers} (estimated)"
 
     need = fmt_gib(plan.shown.need_gib)
