@@ -42,8 +42,8 @@ _SHARING = re.compile(
     r"--((?:use[-_](?:fsdp|deepspeed)|fsdp[-_]|deepspeed[-_]|zero[-_]?3|zero[-_]stage|offload[-_])"
     r"[\w-]*)"
 )
-# A variable of the shell, as in $X, ${X}, ${X:-4}, ${X:=4} and ${X:+--flag}
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)([-=+])([^{}]*))?\})")
+# A variable of the shell, as in $X, ${X}, ${X:-4}, ${X:=4}, ${X:?set X} and ${X:+--flag}
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)([-=+?])([^{}]*))?\})")
 # A line that sets a variable, and the names that a line sets
 _SET = re.compile(
     r"(?:export\s+)?(\w+)(\+?)="
@@ -78,7 +78,8 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
     shell = _shell(lines)
     values, ignored = _training(path, list(map(shell.expand, lines)), shell)
     if shell.assumed:
-        values[SHELL] = ", ".join(f"{name}={value}" for name, value in shell.assumed.items())
+        of_shell = [f"{name}={value}" for name, value in shell.assumed.items()]
+        values[SHELL] = ", ".join(filter(None, [*of_shell, values.get(SHELL)]))
     return values, ignored
 
 
@@ -242,7 +243,7 @@ class _Shell:
         if sign == "+":
             return str(other) if is_set else ""
         if not is_set:
-            if sign is None:
+            if sign in (None, "?"):
                 return use[0]
             value = other
         if name not in self.given:

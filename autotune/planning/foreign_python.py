@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
-from autotune.planning.foreign_file import ASSUMED, table
+from autotune.planning.foreign_file import ASSUMED, SHELL, table
 from autotune.planning.foreign_rollouts import GENERATIONS
 from autotune.planning.program_arguments import Command, default_of_field
 from autotune.planning.program_rows import CALLBACK, rows_of
@@ -80,8 +80,12 @@ def read_program(path: Path, command: Command | None = None) -> tuple[dict[str, 
     training = _Training(program)
     training.read_trainer(*_trainer(program))
     unread = sorted({*training.unread, *program.arguments.unused()})
-    if assumed := sorted(name for name in program.assumed if command is None or name[0] != "-"):
-        training.values[ASSUMED] = ", ".join(assumed)
+    here = {name for name in program.assumed if "=" in name}  # variables of this environment
+    if here:
+        training.values[SHELL] = ", ".join(sorted(here))
+    assumed = program.assumed - here
+    if named := sorted(name for name in assumed if command is None or name[0] != "-"):
+        training.values[ASSUMED] = ", ".join(named)
     return training.values, f"not counted: {', '.join(unread)}" if unread else ""
 
 

@@ -4,10 +4,12 @@ A shell script may give them. Without it, the program's own defaults are assumed
 """
 
 import ast
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.core.child_environment import is_secret
 from autotune.planning.program_syntax import keywords_of, name_of
 
 _PARSERS = ("HfArgumentParser", "TrlParser")  # they make objects of dataclasses
@@ -254,6 +256,11 @@ class Arguments:
         key = str(name.value)
         if key in self.command.environment:
             return _constant(node, self.command.environment[key])
+        here = None if key in _RANKS else os.environ.get(key)
+        if here is not None and (here.isdigit() or not is_secret(key, here)):
+            found = _constant(node, here)
+            self.defaults[found] = f"{key}={here}"
+            return found
         if default is None:
             return node
         default = ast.copy_location(default, node) if not hasattr(default, "lineno") else default

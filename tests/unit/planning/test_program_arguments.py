@@ -262,13 +262,18 @@ SCRIPTS_OF_VARIABLES = {
     'python train.py "${ARGS[@]}" "$@"',
     "added words": 'ARGS="--batch_size 4"\nARGS+=" --max-length 256"\n'
     "python train.py $ARGS $EXTRA_OF",
+    "refused without a value": ": ${SET_OF:?set SET_OF}\nBATCH_OF=${SET_OF:?set it}\n"
+    "python train.py --batch_size $BATCH_OF --max-length 256",
     "only with a value": "python train.py --batch_size 4 ${OTHER_OF:+--batch_size 8} "
     "--max-length 256",
 }
 
 
 @pytest.mark.parametrize("script", SCRIPTS_OF_VARIABLES.values(), ids=SCRIPTS_OF_VARIABLES)
-def test_variables_of_the_shell_are_followed(tmp_path: Path, script: str) -> None:
+def test_variables_of_the_shell_are_followed(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SET_OF", "4")
     config = program(tmp_path, ARGPARSE.replace("EPOCHS", "1"), script).config
     assert (config.micro_batch_size, config.seq_len) == (4, 256)
 
@@ -288,6 +293,19 @@ def test_the_environment_replaces_defaults_and_both_are_named(
     found = program(tmp_path, "", swift)
     assert found.config.seq_len == 128 and "LEN_OF" not in found.ignored
     assert any("this environment: LEN_OF=128" in one for one in found.notes)
+
+
+def test_variables_that_a_program_reads_are_those_of_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ARGPARSE.replace("EPOCHS", "int(os.environ.get('EPOCHS_OF', 3))")
+    command = "python train.py --batch_size 4 --max-length 64"
+    assert program(tmp_path, text, command).epochs == 3
+    monkeypatch.setenv("EPOCHS_OF", "2")
+    found = program(tmp_path, text, command)
+    assert found.epochs == 2
+    assert any("values of this environment: EPOCHS_OF=2." in note for note in found.notes)
+    assert program(tmp_path, text, f"EPOCHS_OF=5 {command}").epochs == 5
 
 
 def test_no_secret_of_the_environment_is_shown(
