@@ -123,8 +123,6 @@ class _Products(torch.autograd.Function):
         sizes = ctx.sizes
         number = len(sizes)
 
-        # The narrow products come first. The compiler must store the gradients for them, so the
-        # cast below reads the stored gradients. Otherwise, it would compute each gradient twice.
         of_hidden = torch.cat(
             [torch.mm(one, up) for one, up in zip(gradients, b.split(sizes), strict=True)], 1
         )
@@ -141,8 +139,7 @@ class _Products(torch.autograd.Function):
         parts = [largest_of(one) * own for one, own in zip(gradients, scales, strict=True)]
         factor, restore = scale_to(torch.stack(parts).amax(), GRADIENT_DTYPE)
         limit = torch.finfo(GRADIENT_DTYPE).max
-        # A factor with two dimensions makes the product fp32. A cast of the gradient to fp32 would
-        # let the compiler use the value before it was rounded, which it must compute once more.
+        # A factor with two dimensions makes the product fp32, which a scalar would not.
         scaled = [
             one * (factor * own).reshape(1, 1) for one, own in zip(gradients, scales, strict=True)
         ]
