@@ -18,7 +18,7 @@ _WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", *RUNTIME
 # memory, and what torch writes if /dev/shm is full
 _KILLED = (
     r"oom[-_]kill",
-    r"^(?:zsh: )?killed\b[^\n]{0,40}$",
+    r"^(?:zsh: )?killed(?:\s[^\n]{0,40})?$",
     r"exitcode\s*:\s*-9\b",
     r"\(SIGKILL\)",
     r"insufficient shared memory",

@@ -110,7 +110,14 @@ def test_free_memory_counts_if_no_block_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "demo-3m-cpu", "RuntimeError: shapes do not match", "the old job was killed by me"]
+    "text",
+    [
+        "",
+        "demo-3m-cpu",
+        "RuntimeError: shapes do not match",
+        "the old job was killed by me",
+        "killed-run",
+    ],
 )
 def test_other_texts_are_no_message(text: str) -> None:
     assert read_message(text) is None
