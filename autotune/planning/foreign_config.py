@@ -505,12 +505,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     if tool == "axolotl" and objective is Objective.GRPO:
         file = with_rollout_keys(file)
     knobs = knobs_of(file, tool, objective)
-    # bitsandbytes keeps these states in 32 bits, torch in the dtype of the weights.
-    optimizer = file.text(key_of(tool, "optimizer"), default="")
-    in_32_bits = "32bit" in optimizer and "lion" not in optimizer
-    if in_32_bits and knobs["precision"] == "bf16_pure":
-        state = f"{knobs['optimizer']} for weights in 16 bits"
-        file.note(True, "larger_optimizer", name=quote(optimizer), state=state)
+    _note_state_in_32_bits(file, tool, knobs)
 
     micro_batch = whole_number(file, tool, "micro_batch_size")
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
@@ -560,6 +555,18 @@ def _read(file: File, tool: str) -> ForeignConfig:
         needs_more=not file.noted.isdisjoint(table("needs_more")),
         whole_logits=WHOLE_LOGITS in file.noted,
     )
+
+
+def _note_state_in_32_bits(file: File, tool: str, knobs: Mapping[str, Any]) -> None:
+    """Note an optimizer of bitsandbytes that keeps a state in 32 bits for weights in 16.
+
+    Torch keeps the state in the dtype of the weights. Lion in 32 bits takes as much as AdamW in 16.
+    """
+    name = file.text(key_of(tool, "optimizer"), default="")
+    in_32_bits = "32bit" in name and "lion" not in name
+    state = f"{knobs['optimizer']} for weights in 16 bits"
+    is_larger = in_32_bits and knobs["precision"] == "bf16_pure"
+    file.note(is_larger, "larger_optimizer", name=quote(name), state=state)
 
 
 def _most_examples(file: File, datasets: Sequence[str], samples: int) -> int | None:

@@ -286,14 +286,8 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     checkpointing = "full" if every == 1 else f"every_{every}"
     if offload or recompute_options.flag("offload"):
         checkpointing = "offload"
-    objective = objective_of(file, "trl")
-    is_sft = objective is Objective.SFT
-    # TRL recomputes by default since 0.22. The key `max_seq_length` of SFT ended with 0.20. Keys of
-    # older GRPO runs ended later, and the sleep mode came with 0.23.
-    own_length = file.has("max_seq_length") and not file.has("max_length", "Unsloth", SWIFT)
-    older_sft = is_sft and own_length
-    older_grpo = objective is Objective.GRPO and bool(older_key(file))
-    older = older_sft or (older_grpo and not file.has("vllm_enable_sleep_mode"))
+    older_sft = _is_older_sft(file)
+    older = older_sft or _is_older_grpo(file)
     recomputes = file.flag("gradient_checkpointing", default=not older)
     if not file.flag("activation_checkpointing", default=recomputes):
         checkpointing = "none"
@@ -311,6 +305,7 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
     file.note(older_sft, "older_sft")
     plain, liger = file.has(TRANSFORMERS, SWIFT) or older_sft, file.flag("use_liger_kernel")
+    is_sft = objective_of(file, "trl") is Objective.SFT
     file.note(is_sft and not plain, "chunked_loss")
     fused = not plain or (liger and not file.has(OWN_LOSS))
     file.note(is_sft and plain and fused, "fused_loss")
@@ -327,6 +322,25 @@ def _trl_knobs(file: File) -> dict[str, Any]:
         "kernels": "liger" if liger else "torch",
         "packing": packing,
     }
+
+
+def _is_older_sft(file: File) -> bool:
+    """Whether an SFT run is for TRL before 0.20, by its key `max_seq_length`.
+
+    Unsloth, ms-swift and programs with transformers' Trainer have a key of the same name.
+    """
+    others = ("max_length", "Unsloth", SWIFT, TRANSFORMERS)
+    is_sft = objective_of(file, "trl") is Objective.SFT
+    return is_sft and file.has("max_seq_length") and not file.has(*others)
+
+
+def _is_older_grpo(file: File) -> bool:
+    """Whether a GRPO run may be for TRL before 0.22, which does not recompute by default.
+
+    Its older keys ended later. The sleep mode came with 0.23.
+    """
+    is_grpo = objective_of(file, "trl") is Objective.GRPO
+    return is_grpo and bool(older_key(file)) and not file.has("vllm_enable_sleep_mode")
 
 
 def _axolotl_knobs(file: File) -> dict[str, Any]:
