@@ -119,7 +119,7 @@ class CountedStep:
         self._config = request.config
         self._device = device
         self._other = other
-        self._outputs: Any = None  # what the trainer holds of the model's outputs
+        self._outputs: Any = None  # the model's outputs, if the trainer holds them
         self._segment = ""
         self._segments: dict[str, int] = {}
 

@@ -379,4 +379,4 @@ def suites(json_: Json = False, details: Details = False) -> None:
         print_table(None, columns | {"published": "left"}, rows)
     else:
         print_table(None, columns, [row[: len(columns)] for row in rows])
-        print_text("--details shows where the results were published.")
+        print_text("--details shows the sources of the results.")

@@ -32,8 +32,8 @@ from autotune.probe.trl_entry import STEPS
 from autotune.problem.run_options import RunOptions
 from autotune.study.summary import Recipe, Verification
 
-# The share by which a run may differ from its prediction, on a GPU and on a CPU. On two quiet
-# cores, four of five runs differed by 6 to 8 %.
+# How far a run may be off its prediction, as a share, on a GPU and on a CPU. On two quiet cores,
+# four of five runs differed by 6 to 8 %.
 TOLERANCE, CPU_TOLERANCE = 0.05, 0.1
 MICRO_STEPS = 200
 FORMATS = ("train", "trl")
@@ -123,7 +123,7 @@ def verify(
 
 
 def tolerance_on(device: DeviceSpec) -> float:
-    """Return the share by which a run on this device may differ from its prediction."""
+    """Return how far a run on this device may be off its prediction, as a share."""
     return CPU_TOLERANCE if device.kind == "cpu" else TOLERANCE
 
 
@@ -160,7 +160,7 @@ def _allowed_s(recipe: Recipe, prediction: Verification, steps: int) -> float:
 
 
 def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
-    """Return the predicted time of a step in which each GPU gets `padded_tokens` tokens.
+    """Return the predicted time of a step with `padded_tokens` tokens for each GPU.
 
     The mean row length of a short run differs a little from the mean of the full run. The probe
     timed micro batches of several lengths. The slope of a line through these times corrects the
@@ -193,7 +193,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """Return the extra seconds per step of a short run, in which new row lengths are more frequent.
+    """Return the extra seconds per step of a short run: new row lengths are more frequent there.
 
     `begin` and `end` are the first timed micro batch, and the one after the last, counted from 0.
     """
